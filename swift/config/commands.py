@@ -1,0 +1,64 @@
+"""Which groups of settings each command has. A command's configuration is these groups and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from swift.config.data import BatchingConfig, DataConfig, TemplateConfig
+from swift.config.inference import GenerationConfig, InferRunConfig, MergeConfig
+from swift.config.model import ModelConfig
+from swift.config.training import (
+    CheckpointConfig,
+    EvalConfig,
+    MonitorConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
+from swift.config.tuner import TunerConfig
+
+
+@dataclass
+class SftConfig:
+    """Supervised fine-tuning on conversations."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    template: TemplateConfig = field(default_factory=TemplateConfig)
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
+    tuner: TunerConfig = field(default_factory=TunerConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+
+
+@dataclass
+class PtConfig(SftConfig):
+    """Continued pre-training on plain text: no chat template, every token trained, full tuning unless asked otherwise."""
+
+    template: TemplateConfig = field(
+        default_factory=lambda: TemplateConfig(use_chat_template=False, loss_scale="all", truncation_strategy="split")
+    )
+    tuner: TunerConfig = field(default_factory=lambda: TunerConfig(tuner_type="full"))
+
+
+@dataclass
+class InferConfig:
+    """Talk to a model, or answer a file of prompts."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    template: TemplateConfig = field(default_factory=TemplateConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    infer: InferRunConfig = field(default_factory=InferRunConfig)
+
+
+@dataclass
+class MergeLoraConfig:
+    """Merge an adapter into its base model and prove that the answers stay the same."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    merge: MergeConfig = field(default_factory=MergeConfig)

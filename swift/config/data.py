@@ -1,0 +1,73 @@
+"""Which rows, and how they become tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from swift.config.fields import setting
+
+
+@dataclass
+class DataConfig:
+    """Data"""
+
+    dataset: list[str] = setting(
+        help="files, folders or ids, as path[:subset][#rows]; `self-cognition` is shipped", factory=list
+    )
+    val_dataset: list[str] = setting(help="the same, for evaluation", factory=list, aliases=("eval_dataset",))
+    split_dataset_ratio: float = setting(0.0, help="share of the training rows set aside for evaluation", aliases=("val_size",))
+    data_seed: int | None = setting(None, help="seed of sampling, splitting and order; default: --seed")
+    columns: dict[str, str] | None = setting(None, help='JSON renames, such as {"ask": "query"}')
+    disable_auto_column_mapping: bool = setting(False, help="no guessing of column names; only --columns")
+    strict: bool = setting(True, help="stop at the first bad row; false: drop it, count it, go on")
+    max_bad_rows: float = setting(0.01, help="with --strict false: bad rows allowed (share below 1, else count)")
+    dataset_shuffle: bool = setting(True, help="shuffle rows before taking #rows and the evaluation split")
+    dataset_num_proc: int = setting(1, help="processes that read and tokenise", aliases=("preprocessing_num_workers",))
+    model_name: list[str] = setting(
+        help="fills {{NAME}} in self-cognition data; two values: Chinese, English", factory=list
+    )
+    model_author: list[str] = setting(
+        help="fills {{AUTHOR}} in self-cognition data; two values: Chinese, English", factory=list
+    )
+
+
+@dataclass
+class TemplateConfig:
+    """Chat encoding"""
+
+    template: str | None = setting(
+        None, help="chat template: a .jinja file or `chatml`; default: the tokenizer's own", aliases=("chat_template",)
+    )
+    use_chat_template: bool | None = setting(None, help="false: plain text; default: true for sft, false for pt")
+    system: str | None = setting(None, help="system prompt (text or a .txt file) for rows that have none")
+    max_length: int = setting(
+        2048, help="tokens per example", aliases=("cutoff_len", "max_seq_length", "sequence_len")
+    )
+    truncation_strategy: Literal["delete", "right", "left", "split", "raise"] = setting(
+        "delete",
+        help="examples over max_length: delete (counted), cut right or left, split (plain text only), or raise",
+    )
+    loss_scale: Literal["default", "last_round", "all"] = setting(
+        "default", help="train on: default = every assistant turn, last_round = the last one, all = every token"
+    )
+    enable_thinking: bool | None = setting(None, help="passed to templates that know it; default: the template's own")
+    add_non_thinking_prefix: bool = setting(
+        True, help="with hybrid-thinking templates, an answer without thoughts gets the template's empty-thought prefix"
+    )
+
+
+@dataclass
+class BatchingConfig:
+    """Batching"""
+
+    packing: bool = setting(False, help="fill rows of packing_length with whole examples (best-fit decreasing)")
+    packing_length: int | None = setting(None, help="tokens per packed row; default: max_length")
+    padding_free: bool | None = setting(
+        None, help="concatenate a micro-batch without padding; default: true wherever the model allows"
+    )
+    group_by_length: bool | None = setting(
+        None, help="batch examples of like length; default: true where padding can't be avoided"
+    )
+    train_dataloader_shuffle: bool = setting(True, help="new order every epoch; false: file order")
+    streaming: bool = setting(False, help="not available yet: rows are read and tokenised before step 1")

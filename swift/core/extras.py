@@ -1,0 +1,25 @@
+"""Optional packages: import on use, and say how to install what is missing."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from swift.core.errors import DependencyError
+
+
+def require(module: str, *, extra: str, purpose: str) -> ModuleType:
+    """Import `module`, or raise `DependencyError` that names the extra which brings it.
+
+    Args:
+        module: dotted module name, for example ``"gguf"``.
+        extra: the extra of this distribution that installs it, for example ``"quickstart"``.
+        purpose: what it is needed for; finishes the sentence "<module> is needed to ...".
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DependencyError(
+            f"the package {module!r} is needed to {purpose}, and importing it failed: {error}",
+            fix=f'pip install "swift-llm[{extra}]"',
+        ) from error
