@@ -1,0 +1,56 @@
+"""loss.png: training loss (raw and smoothed), evaluation loss, learning rate and gradient norm over the steps."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from swift.core.files import write_atomic
+from swift.monitor.history import History
+
+
+def smooth(values: list[float], weight: float = 0.9) -> list[float]:
+    """Exponential moving average with the start-up bias divided out (Adam's correction), so it starts at the data."""
+    result, average = [], 0.0
+    for index, value in enumerate(values, 1):
+        average = weight * average + (1 - weight) * value
+        result.append(average / (1 - weight**index))
+    return result
+
+
+def write_loss_plot(history: History, path: Path, *, title: str = "") -> bool:
+    """Draw the curves of `history` to `path`; returns False, and writes nothing, when no loss was logged."""
+    steps, losses = history.series("loss")
+    eval_steps, eval_losses = history.series("eval_loss")
+    if not losses and not eval_losses:
+        return False
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second: only at the end of a run
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5.6), dpi=110, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    if losses:
+        upper.plot(steps, losses, color="tab:blue", alpha=0.35, linewidth=1, marker="." if len(losses) < 40 else "")
+        upper.plot(steps, smooth(losses), color="tab:blue", linewidth=1.8, label="loss (smoothed)")
+    if eval_losses:
+        upper.plot(eval_steps, eval_losses, color="tab:orange", linewidth=1.8, marker="o", label="evaluation loss")
+    upper.set_ylabel("loss per trained token")
+    upper.grid(alpha=0.3)
+    upper.legend(frameon=False)
+    if title:
+        upper.set_title(title, fontsize=10)
+    rate_steps, rates = history.series("learning_rate")
+    norm_steps, norms = history.series("grad_norm")
+    lower.plot(rate_steps, rates, color="tab:green", linewidth=1.4)
+    lower.set_ylabel("learning rate", color="tab:green")
+    lower.set_xlabel("step")
+    lower.grid(alpha=0.3)
+    if norms:
+        right = lower.twinx()
+        right.plot(norm_steps, norms, color="tab:red", alpha=0.6, linewidth=1)
+        right.set_ylabel("grad norm", color="tab:red")
+    image = io.BytesIO()
+    canvas.print_png(image)
+    write_atomic(path, image.getvalue())
+    return True
