@@ -1,0 +1,316 @@
+"""Tokenizer and model from a folder that `resolve_model` found. Quiet, strict, and without network.
+
+Strict means: a weight that the checkpoint lacks is an error that names it, never a random tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swift.config.model import ModelConfig
+from swift.core.errors import ModelError, did_you_mean
+from swift.core.logging import get_logger
+from swift.models.hub import TOKENIZER_FILES, check_model_source, resolve_model
+from swift.models.quiet import quiet_transformers
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["check_model_source", "load_model", "load_tokenizer", "resolve_model"]
+
+log = get_logger("models")
+
+# reserved tokens that models carry for padding, best first; tokens that end a text come last, and only if they aren't eos
+_PAD_TOKENS = (
+    "<|finetune_right_pad_id|>",
+    "<pad>",
+    "[PAD]",
+    "<|pad|>",
+    "<|PAD_TOKEN|>",
+    "<|vision_pad|>",
+    "<|endoftext|>",
+    "<unk>",
+)
+
+
+def load_tokenizer(path: Path | str, config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model or checkpoint folder, with a pad token and `new_special_tokens`.
+
+    The pad token is the tokenizer's own; else a reserved token of the vocabulary that isn't the end-of-text token; else
+    the end-of-text token (padding is never trained, so that is harmless, but it is the last choice).
+
+    Args:
+        path: folder with the tokenizer's files.
+        config: `new_special_tokens` (tokens, or names of .txt files with one token a line) and `trust_remote_code`.
+
+    Raises:
+        ModelError: no tokenizer files, files that can't be read, or no token that could serve as padding.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(path)
+    if not any((path / name).is_file() for name in (*TOKENIZER_FILES, "tokenizer_config.json")):
+        raise ModelError(
+            f"{path} holds no tokenizer; missing: {', '.join(TOKENIZER_FILES[:3])} or the like",
+            fix="copy the tokenizer files of the base model into the folder",
+        )
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(path), use_fast=True, local_files_only=True, trust_remote_code=config.trust_remote_code
+            )
+    # tokenizers raises plain Exception for a damaged file, so nothing narrower would do
+    except Exception as error:
+        raise _load_error(path, "tokenizer", error) from error
+    _set_pad_token(tokenizer, path)
+    tokens = read_special_tokens(config.new_special_tokens)
+    if tokens:
+        tokenizer.add_special_tokens({"additional_special_tokens": tokens}, replace_extra_special_tokens=False)
+    return tokenizer
+
+
+def read_special_tokens(entries: Iterable[str]) -> list[str]:
+    """`--new_special_tokens`: each entry is a token, or a .txt file with one token a line. Duplicates are dropped."""
+    tokens: list[str] = []
+    for entry in entries:
+        if entry.endswith(".txt"):
+            file = Path(entry).expanduser()
+            try:
+                lines = file.read_text(encoding="utf-8-sig").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ModelError(
+                    f"the list of tokens {file} can't be read: {error}", where="--new_special_tokens"
+                ) from error
+            tokens += [line.strip() for line in lines if line.strip()]
+        elif entry.strip():
+            tokens.append(entry.strip())
+    return list(dict.fromkeys(tokens))
+
+
+def load_model(
+    path: Path | str,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str = "sdpa",
+    device: str | torch.device = "cpu",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> PreTrainedModel:
+    """The causal language model in `path`, ready to be tuned or run, in evaluation mode.
+
+    Args:
+        path: folder with config.json and weights.
+        config: `rope_scaling`, `max_model_len`, `new_special_tokens`, `model_type`, `trust_remote_code` are read.
+        dtype: of the weights in memory.
+        attn_implementation: a name that transformers' attention interface knows.
+        device: where the weights go.
+        tokenizer: the tokenizer in use; the embeddings grow if it has more tokens than they have rows. When None and
+            `new_special_tokens` are given, the folder's own tokenizer with those tokens.
+
+    Raises:
+        ModelError: weights that are missing, damaged or of the wrong shape, or an architecture that isn't known.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    path = Path(path)
+    if tokenizer is None and config.new_special_tokens:
+        tokenizer = load_tokenizer(path, config)
+    model_config = _load_config(path, config)
+    check_model_type(config.model_type, model_config.model_type)
+    apply_context_settings(model_config, config)
+    try:
+        with quiet_transformers():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                str(path),
+                config=model_config,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                local_files_only=True,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+            )
+    except _load_exceptions() as error:
+        raise _load_error(path, "model", error) from error
+    _check_loaded(path, info)
+    if tokenizer is not None:
+        grow_embeddings(model, tokenizer)
+    return model.to(torch.device(device)).eval()
+
+
+def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Add embedding rows for tokens that have none, each the mean of the old rows; returns how many were added.
+
+    The mean makes the result a function of the checkpoint alone, so a tuned adapter finds the same rows again when it is
+    loaded. The ids of the new rows are kept in ``model.new_token_ids`` for the tuner, which trains them.
+    """
+    import torch
+
+    old = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) <= old:
+        model.new_token_ids = []
+        return 0
+    with quiet_transformers():
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
+    with torch.no_grad():
+        for module in embeddings:
+            if module is None:
+                continue
+            module.weight[old:] = module.weight[:old].float().mean(0).to(module.weight.dtype)
+            bias = getattr(module, "bias", None)
+            if bias is not None:
+                bias[old:] = bias[:old].float().mean().to(bias.dtype)
+    model.new_token_ids = list(range(old, len(tokenizer)))
+    log.info("added %d rows to the embeddings for new tokens", len(tokenizer) - old)
+    return len(tokenizer) - old
+
+
+def apply_context_settings(model_config: PreTrainedConfig, config: ModelConfig) -> None:
+    """Write `--rope_scaling` and `--max_model_len` into the model's configuration.
+
+    A scaling with a `factor` multiplies the longest position; `max_model_len` sets it outright.
+
+    Raises:
+        ModelError: the model has no rotary embedding, or uses different ones in different layers.
+    """
+    text_config = model_config.get_text_config()
+    if config.rope_scaling:
+        text_config.rope_parameters = _scaled_rope(text_config, config.rope_scaling)
+        factor = config.rope_scaling.get("factor")
+        if factor:
+            original = text_config.rope_parameters.get(
+                "original_max_position_embeddings", text_config.max_position_embeddings
+            )
+            text_config.max_position_embeddings = int(original * float(factor))
+    if config.max_model_len:
+        text_config.max_position_embeddings = config.max_model_len
+
+
+def _scaled_rope(text_config: PreTrainedConfig, scaling: dict[str, Any]) -> dict[str, Any]:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    present = getattr(text_config, "rope_parameters", None)
+    if not present:
+        raise ModelError(f"a {text_config.model_type} model has no rotary positions to scale", where="--rope_scaling")
+    if any(isinstance(value, dict) for value in present.values()):
+        raise ModelError(
+            f"a {text_config.model_type} model has different rotary positions in different layers",
+            where="--rope_scaling",
+            fix="edit rope_parameters in the model's config.json",
+        )
+    wanted = dict(scaling)
+    kind = wanted.pop("type", None) or wanted.get("rope_type")
+    known = ["default", *ROPE_INIT_FUNCTIONS]
+    if kind not in known:
+        hint = did_you_mean(str(kind), known)
+        raise ModelError(
+            f"--rope_scaling has no kind of scaling called {kind!r}",
+            where="--rope_scaling",
+            fix=f"{hint} known: {', '.join(sorted(set(known)))}; for example " + '{"rope_type": "yarn", "factor": 2.0}',
+        )
+    wanted["rope_type"] = kind
+    if kind in ("yarn", "longrope", "llama3", "dynamic"):
+        wanted.setdefault("original_max_position_embeddings", text_config.max_position_embeddings)
+    return {**copy.deepcopy(present), **wanted}
+
+
+def check_model_type(given: str | None, actual: str) -> None:
+    """Compare an older script's `--model_type` with the model's own; a difference is noted and has no effect."""
+    if not given:
+        return
+    wanted, real = (_letters(name) for name in (given, actual))
+    if wanted and (wanted in real or real in wanted or _family(wanted) == _family(real)):
+        return
+    log.warning("--model_type %s has no effect: the model's own config.json says %s", given, actual)
+
+
+def _letters(name: str) -> str:
+    return "".join(char for char in name.lower() if char.isalnum())
+
+
+def _family(name: str) -> str:
+    """`qwen2moe` and `qwen3` -> `qwen`: the letters before the first digit."""
+    for position, char in enumerate(name):
+        if char.isdigit():
+            return name[:position] or name
+    return name
+
+
+def _set_pad_token(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    if tokenizer.pad_token_id is not None:
+        return
+    vocabulary = tokenizer.get_vocab()
+    reserved = [token for token in _PAD_TOKENS if token in vocabulary and token != tokenizer.eos_token]
+    reserved += [token for token in tokenizer.all_special_tokens if "pad" in token.lower()]
+    choice = reserved[0] if reserved else tokenizer.eos_token
+    if choice is None:
+        raise ModelError(
+            f"the tokenizer in {path} has neither a pad token nor an end-of-text token",
+            fix="name one in its tokenizer_config.json (pad_token)",
+        )
+    tokenizer.pad_token = choice
+
+
+def _load_config(path: Path, config: ModelConfig) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        with quiet_transformers():
+            return AutoConfig.from_pretrained(
+                str(path), local_files_only=True, trust_remote_code=config.trust_remote_code
+            )
+    except (ValueError, KeyError, OSError, ImportError, TypeError) as error:
+        raise _load_error(path, "configuration", error) from error
+
+
+def _load_exceptions() -> tuple[type[Exception], ...]:
+    import pickle
+
+    from safetensors import SafetensorError
+
+    return (
+        SafetensorError,
+        ValueError,
+        KeyError,
+        RuntimeError,
+        OSError,
+        ImportError,
+        TypeError,
+        pickle.UnpicklingError,
+        EOFError,
+    )
+
+
+def _load_error(path: Path, what: str, error: Exception) -> ModelError:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines)
+    if "trust_remote_code" in text:
+        return ModelError(
+            f"the model in {path} comes with its own Python code",
+            fix="--trust_remote_code true, if you trust its author",
+        )
+    fix = "copy or download the folder again; a newer transformers may know newer architectures"
+    return ModelError(f"the {what} in {path} can't be loaded: {type(error).__name__}: {text[:400]}", fix=fix)
+
+
+def _check_loaded(path: Path, info: dict[str, Any]) -> None:
+    """Refuse a checkpoint that left parameters without a value."""
+    missing = sorted(info.get("missing_keys") or ())
+    mismatched = sorted(
+        str(entry[0]) if isinstance(entry, tuple) else str(entry) for entry in info.get("mismatched_keys") or ()
+    )
+    if missing or mismatched:
+        bad = missing or mismatched
+        shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+        kind = "lacks weights" if missing else "has weights of another shape than its config.json says"
+        unexpected = sorted(info.get("unexpected_keys") or ())
+        hint = f"; it holds unknown ones instead, such as {unexpected[0]}" if unexpected else ""
+        raise ModelError(
+            f"the model in {path} {kind}: {shown}{hint}",
+            fix="copy or download it again; an adapter goes to --adapters, a classifier or encoder can't be used here",
+        )
