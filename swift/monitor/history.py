@@ -86,7 +86,7 @@ class History:
         kept = [record for record in read_history(previous_run or self.path) if _step(record) <= step]
         self.records = kept
         self._resumed = True
-        write_atomic(self.path, "".join(encode_line(_revive(record)) + "\n" for record in kept))
+        write_atomic(self.path, "".join(encode_line(record) + "\n" for record in kept))
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line and flush it."""
@@ -117,15 +117,3 @@ class History:
 def _step(record: dict[str, Any]) -> int:
     step = record.get("step", 0)
     return step if isinstance(step, int) else 0
-
-
-def _revive(record: dict[str, Any]) -> dict[str, Any]:
-    """Undo the null of a top-level non-finite value, so that a rewritten line equals the first one."""
-    marks = record.get("nonfinite")
-    if not isinstance(marks, dict):
-        return record
-    kept = {key: value for key, value in record.items() if key != "nonfinite"}
-    for key, text in marks.items():
-        if key in kept:
-            kept[key] = float(text)
-    return kept
