@@ -1,0 +1,25 @@
+"""Floor 3: how the state of a run is kept, so that what can be read is always whole."""
+
+from swift.checkpoint.state import RunState
+from swift.checkpoint.store import (
+    Checkpoint,
+    find_checkpoint,
+    list_checkpoints,
+    load_tensors,
+    prune,
+    save_checkpoint,
+    save_tensors,
+    verify,
+)
+
+__all__ = [
+    "Checkpoint",
+    "RunState",
+    "find_checkpoint",
+    "list_checkpoints",
+    "load_tensors",
+    "prune",
+    "save_checkpoint",
+    "save_tensors",
+    "verify",
+]

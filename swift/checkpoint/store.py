@@ -1,0 +1,243 @@
+"""Checkpoint folders: written aside, made durable, then given their name in one rename.
+
+`checkpoint-<step>` exists only when everything in it was written and fsynced; `complete.json`, the last file, lists
+every file with its size and CRC-32. A kill at any moment leaves the earlier checkpoints as they were and at most an
+unfinished folder under another name, which the next save removes. A file changed after the fact is found by `verify`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from swift.core.errors import CheckpointError, SwiftError
+from swift.core.files import disk_error, fsync_dir, fsync_tree, human_bytes
+
+MANIFEST = "complete.json"
+_NAME = re.compile(r"checkpoint-(\d+)$")
+_ASIDE = re.compile(r"\.checkpoint-\d+\.(writing|removing)$")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    path: Path
+    step: int
+
+
+def save_checkpoint(
+    run_dir: Path, step: int, writers: list[Callable[[Path], None]], *, needed_bytes: int = 0
+) -> Checkpoint:
+    """Write `run_dir/checkpoint-<step>` with everything the writers put into the folder they are given.
+
+    Args:
+        writers: called in turn with the unfinished folder.
+        needed_bytes: about what they will write; checked against the free space first.
+
+    Raises:
+        CheckpointError: the file system refused; the unfinished folder is removed and earlier checkpoints are intact.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(run_dir)
+    final = run_dir / f"checkpoint-{step}"
+    aside = run_dir / f".checkpoint-{step}.writing"
+    free = shutil.disk_usage(run_dir).free
+    if needed_bytes > free:
+        raise _full_disk(final, needed_bytes, "not enough free space")
+    try:
+        aside.mkdir()
+        for write in writers:
+            write(aside)
+        manifest = {"step": step, "files": describe_files(aside)}
+        (aside / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        fsync_tree(aside)
+        if final.exists():  # the same step again: after a resume, or a final save that coincides with a regular one
+            _remove(final)
+        aside.rename(final)
+        fsync_dir(run_dir)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise _full_disk(final, needed_bytes, error) from error
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return Checkpoint(final, step)
+
+
+def _full_disk(path: Path, needed_bytes: int, cause: object) -> SwiftError:
+    refused = disk_error(path, needed_bytes, cause)
+    intact = [c.path.name for c in list_checkpoints(path.parent)]
+    kept = f"; intact: {', '.join(intact)}" if intact else "; there was no earlier checkpoint"
+    return CheckpointError(refused.message, where=f"{refused.where}{kept}", fix=refused.fix)
+
+
+def describe_files(folder: Path) -> dict[str, dict[str, int]]:
+    """Size and CRC-32 of every file below `folder`, by relative path."""
+    return {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "crc32": _crc32(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MANIFEST
+    }
+
+
+def _crc32(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def verify(folder: Path) -> None:
+    """Check a checkpoint's files against its manifest.
+
+    Raises:
+        CheckpointError: names what is missing, shorter or changed.
+    """
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        raise CheckpointError(
+            "the checkpoint is incomplete: its last file was never written",
+            where=str(folder),
+            fix="resume from an earlier one, or use --resume_from_checkpoint latest to find the newest complete one",
+        )
+    try:
+        files = json.loads(manifest.read_text())["files"]
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{MANIFEST} can't be read: {error}", where=str(folder)) from error
+    for name, expected in files.items():
+        path = folder / name
+        if not path.is_file():
+            problem = "is missing"
+        elif path.stat().st_size != expected["bytes"]:
+            problem = f"has {human_bytes(path.stat().st_size)} instead of {human_bytes(expected['bytes'])}"
+        elif _crc32(path) != expected["crc32"]:
+            problem = "was changed after it was written (checksum differs)"
+        else:
+            continue
+        raise CheckpointError(
+            f"the checkpoint is damaged: {name} {problem}", where=str(folder), fix="resume from another checkpoint"
+        )
+
+
+def list_checkpoints(run_dir: Path) -> list[Checkpoint]:
+    """Complete checkpoints of a run, oldest first."""
+    if not run_dir.is_dir():
+        return []
+    found = [
+        Checkpoint(path, int(match[1]))
+        for path in run_dir.iterdir()
+        if (match := _NAME.fullmatch(path.name)) and (path / MANIFEST).is_file()
+    ]
+    return sorted(found, key=lambda c: c.step)
+
+
+def find_checkpoint(wanted: str, output_dir: Path) -> Checkpoint:
+    """The checkpoint that `--resume_from_checkpoint` means.
+
+    Args:
+        wanted: a checkpoint folder, a run folder, or `latest`/`true`: the newest complete one below `output_dir`.
+
+    Raises:
+        CheckpointError: there is none, or the one named is incomplete.
+    """
+    latest = wanted.lower() in ("latest", "true", "last")
+    place = output_dir if latest else Path(wanted).expanduser()
+    if _NAME.fullmatch(place.name) and not latest:
+        if not place.is_dir():
+            raise CheckpointError(
+                "there is no such checkpoint", where=str(place), fix=_offer(list_checkpoints(place.parent))
+            )
+        verify(place)
+        return Checkpoint(place, int(place.name.rpartition("-")[2]))
+    candidates = list_checkpoints(place)
+    if place.is_dir():
+        for child in place.iterdir():
+            if child.is_dir() and not _NAME.fullmatch(child.name):
+                candidates += list_checkpoints(child)
+    # The newest by the time it was finished: of several runs the last one, of one run the furthest.
+    candidates.sort(key=lambda c: ((c.path / MANIFEST).stat().st_mtime, c.step), reverse=True)
+    problems = []
+    for candidate in candidates:
+        try:
+            verify(candidate.path)
+        except CheckpointError as error:
+            problems.append(error.message)
+            continue
+        return candidate
+    raise CheckpointError(
+        "there is no complete checkpoint" + (": " + "; ".join(problems) if problems else ""),
+        where=str(place),
+        fix="check --output_dir, or leave --resume_from_checkpoint out to start afresh",
+    )
+
+
+def _offer(there: list[Checkpoint]) -> str:
+    return "complete ones there: " + (", ".join(c.path.name for c in there) or "none")
+
+
+def prune(run_dir: Path, keep: int | None, best_step: int | None) -> list[Path]:
+    """Remove all but the newest `keep` checkpoints; the best one always stays and counts as one of them.
+
+    The newest stays too, since it is what a resume needs: with keep=1 and another best, two remain.
+    """
+    there = list_checkpoints(run_dir)
+    if keep is None or len(there) <= keep:
+        return []
+    kept = {there[-1].step} | ({best_step} if best_step is not None else set())
+    for checkpoint in reversed(there):
+        if len(kept) >= keep:
+            break
+        kept.add(checkpoint.step)
+    removed = [c.path for c in there if c.step not in kept]
+    for path in removed:
+        _remove(path)
+    return removed
+
+
+def _remove(path: Path) -> None:
+    """Take a checkpoint away so that a kill in between can't leave half of it under its name."""
+    aside = path.with_name(f".{path.name}.removing")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    fsync_dir(path.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_unfinished(run_dir: Path) -> None:
+    """Clear what a killed save or removal left behind."""
+    for path in run_dir.iterdir():
+        if _ASIDE.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write tensors as safetensors, each its own copy (shared storage is not preserved)."""
+    save_file({name: t.detach().contiguous().cpu().clone() for name, t in tensors.items()}, str(path))
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read tensors written by `save_tensors`."""
+    try:
+        return load_file(str(path))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"can't read {path.name}: {error}", where=str(path.parent)) from error
+
+
+def link(run_dir: Path, name: str, target: Path) -> None:
+    """Point the symbolic link `name` in the run folder at a checkpoint, replacing what was there."""
+    aside = run_dir / f".{name}.link"
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(target.name)
+    os.replace(aside, run_dir / name)

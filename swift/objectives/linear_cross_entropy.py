@@ -1,0 +1,194 @@
+"""Cross-entropy of a linear head without ever holding the logits of all tokens.
+
+The head is applied to a chunk of tokens at a time; the chunk's loss and its gradients with respect to the hidden states,
+the matrix and the bias are taken at once, in the forward pass, and the logits are forgotten. The backward pass only
+multiplies by the incoming gradient. The arithmetic is the exact one; memory is one chunk of logits.
+
+With logits z = cap * tanh(scale * (W h + b) / cap), p = softmax(z), target y, smoothing e over V classes and weight w:
+
+    loss  = w * c * [ (1 - e) * (lse(z) - z_y) + e * (lse(z) - mean(z)) ]
+    dz    = w * c * [ p - (1 - e) * onehot(y) - e / V ]
+
+c is 1, or the target's own probability held constant for DFT ("On the Generalization of SFT", arXiv 2508.05629, eq. 9).
+Label smoothing is Szegedy et al., arXiv 1512.00567, section 7.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from swift.models.head import OutputHead
+
+
+class TokenLoss(NamedTuple):
+    """Options of the per-token loss."""
+
+    smoothing: float = 0.0
+    dft: bool = False
+
+
+class LossSums(NamedTuple):
+    """Sums over tokens: the weighted loss, the weighted plain negative log-likelihood, and right first guesses."""
+
+    loss: torch.Tensor
+    nll: torch.Tensor
+    num_correct: torch.Tensor
+
+
+def chunk_rows(vocab_size: int, requested: int = 0) -> int:
+    """Tokens per chunk: what was asked for, else about 48 MiB of fp32 logits."""
+    return requested or max(16, min(4096, (48 << 20) // (4 * vocab_size)))
+
+
+def token_loss_and_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, options: TokenLoss
+) -> tuple[LossSums, torch.Tensor]:
+    """Loss of one chunk and its gradient with respect to the logits, which overwrites `logits`.
+
+    Args:
+        logits: fp32 or fp64 [tokens, vocab]; consumed.
+        targets: int64 [tokens].
+        weights: [tokens].
+    """
+    row = torch.arange(len(targets), device=logits.device)
+    peak, guess = logits.max(dim=1, keepdim=True)
+    target_logit = logits[row, targets]
+    mean_logit = logits.mean(dim=1) if options.smoothing else None
+    probabilities = logits.sub_(peak).exp_()
+    total = probabilities.sum(dim=1, keepdim=True)
+    logsumexp = (total.log() + peak).squeeze(1)
+    probabilities.div_(total)
+    nll = logsumexp - target_logit
+    loss = nll
+    if mean_logit is not None:
+        loss = (1 - options.smoothing) * nll + options.smoothing * (logsumexp - mean_logit)
+    factor = weights.to(nll.dtype)
+    plain = (factor * nll).sum()
+    if options.dft:
+        factor = factor * torch.exp(-nll)
+    gradient = probabilities
+    if options.smoothing:
+        gradient -= options.smoothing / gradient.shape[1]
+    gradient[row, targets] -= 1 - options.smoothing
+    gradient *= factor[:, None]
+    return LossSums((factor * loss).sum(), plain, (guess.squeeze(1) == targets).sum()), gradient
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden, weight, bias, batch, head_options):
+        targets, token_weights = batch
+        scale, softcap, options, chunk = head_options
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        matrix = weight.to(hidden.dtype)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
+        sums = torch.zeros(2, dtype=wide, device=hidden.device)
+        num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        for start in range(0, len(targets), chunk):
+            rows = slice(start, start + chunk)
+            logits = hidden[rows] @ matrix.T
+            if bias is not None:
+                logits = logits + bias.to(logits.dtype)
+            logits = logits.to(wide)
+            if scale != 1.0:
+                logits = logits * scale
+            capped = None
+            if softcap is not None:
+                capped = torch.tanh(logits / softcap)
+                logits = capped * softcap
+            part, gradient = token_loss_and_gradient(logits, targets[rows], token_weights[rows], options)
+            sums += torch.stack([part.loss, part.nll])
+            num_correct += part.num_correct
+            if capped is not None:
+                gradient *= 1 - capped * capped
+            if scale != 1.0:
+                gradient *= scale
+            if grad_bias is not None:
+                grad_bias += gradient.sum(0)
+            gradient = gradient.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(gradient, matrix, out=grad_hidden[rows])
+            if grad_weight is not None:
+                if gradient.dtype == wide:
+                    grad_weight.addmm_(gradient.T, hidden[rows])
+                else:
+                    grad_weight += gradient.T @ hidden[rows]
+        ctx.grads = [grad_hidden, grad_weight, grad_bias]
+        ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
+        ctx.mark_non_differentiable(num_correct)
+        nll = sums[1].clone()
+        ctx.mark_non_differentiable(nll)
+        return sums[0].clone(), nll, num_correct
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss, *_):
+        grads, ctx.grads = ctx.grads, None
+        scaled = [
+            None if grad is None else grad.mul_(grad_loss.to(grad.dtype)).to(dtype)
+            for grad, dtype in zip(grads, ctx.dtypes, strict=True)
+        ]
+        return (*scaled, None, None)
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    head: OutputHead,
+    targets: torch.Tensor,
+    weights: torch.Tensor,
+    options: TokenLoss = TokenLoss(),
+    *,
+    chunk: int = 0,
+) -> LossSums:
+    """Weighted sum of the tokens' losses.
+
+    Args:
+        hidden: [tokens, hidden], the states that predict.
+        head: how states become logits; a plain linear head is fused, any other is called chunk by chunk under recompute.
+        targets: int64 [tokens]; weights: [tokens].
+        chunk: tokens per chunk; 0 chooses by vocabulary size.
+
+    Returns:
+        `LossSums`; only `loss` carries a gradient. Reductions are fp32 (fp64 for fp64 inputs).
+    """
+    if head.plain:
+        module = head.module
+        rows = chunk_rows(module.weight.shape[0], chunk)
+        if torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+        with torch.autocast(hidden.device.type, enabled=False):
+            return LossSums(
+                *_LinearCrossEntropy.apply(
+                    hidden, module.weight, module.bias, (targets, weights), (head.scale, head.softcap, options, rows)
+                )
+            )
+    return _recomputed_cross_entropy(hidden, head, (targets, weights), options, chunk or 1024)
+
+
+def _recomputed_cross_entropy(hidden, head, batch, options, chunk) -> LossSums:
+    from torch.utils.checkpoint import checkpoint
+
+    targets, weights = batch
+
+    def one_chunk(states, target, weight):
+        logits = head.logits(states)
+        logprobs = logits.log_softmax(1)
+        nll = -logprobs.gather(1, target[:, None]).squeeze(1)
+        loss = nll
+        if options.smoothing:
+            loss = (1 - options.smoothing) * nll - options.smoothing * logprobs.mean(1)
+        factor = weight.to(nll.dtype)
+        plain = (factor * nll).sum().detach()
+        if options.dft:
+            factor = factor * torch.exp(-nll.detach())
+        return (factor * loss).sum(), plain, (logits.argmax(1) == target).sum()
+
+    totals = None
+    for start in range(0, max(len(targets), 1), chunk):
+        rows = slice(start, start + chunk)
+        part = checkpoint(one_chunk, hidden[rows], targets[rows], weights[rows], use_reentrant=False)
+        totals = part if totals is None else [a + b for a, b in zip(totals, part, strict=True)]
+    return LossSums(*totals)

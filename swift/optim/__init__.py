@@ -1,0 +1,6 @@
+"""Floor 3: optimizers and learning-rate schedules."""
+
+from swift.optim.optimizers import build_optimizer, default_learning_rate
+from swift.optim.schedules import Schedule, build_schedule
+
+__all__ = ["Schedule", "build_optimizer", "build_schedule", "default_learning_rate"]
