@@ -37,7 +37,7 @@ class SftConfig:
 
 @dataclass
 class PtConfig(SftConfig):
-    """Continued pre-training on plain text: no chat template, every token trained, full tuning unless asked otherwise."""
+    """Continued pre-training on plain text: no chat template, every token trained, full tuning by default."""
 
     template: TemplateConfig = field(
         default_factory=lambda: TemplateConfig(use_chat_template=False, loss_scale="all", truncation_strategy="split")

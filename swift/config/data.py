@@ -1,9 +1,10 @@
 """Which rows, and how they become tokens."""
 
+# ruff: noqa: RUF009 - `setting` is `dataclasses.field` with metadata
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from swift.config.fields import setting
 
@@ -16,7 +17,9 @@ class DataConfig:
         help="files, folders or ids, as path[:subset][#rows]; `self-cognition` is shipped", factory=list
     )
     val_dataset: list[str] = setting(help="the same, for evaluation", factory=list, aliases=("eval_dataset",))
-    split_dataset_ratio: float = setting(0.0, help="share of the training rows set aside for evaluation", aliases=("val_size",))
+    split_dataset_ratio: float = setting(
+        0.0, help="share of the training rows set aside for evaluation", aliases=("val_size",)
+    )
     data_seed: int | None = setting(None, help="seed of sampling, splitting and order; default: --seed")
     columns: dict[str, str] | None = setting(None, help='JSON renames, such as {"ask": "query"}')
     disable_auto_column_mapping: bool = setting(False, help="no guessing of column names; only --columns")
@@ -41,9 +44,7 @@ class TemplateConfig:
     )
     use_chat_template: bool | None = setting(None, help="false: plain text; default: true for sft, false for pt")
     system: str | None = setting(None, help="system prompt (text or a .txt file) for rows that have none")
-    max_length: int = setting(
-        2048, help="tokens per example", aliases=("cutoff_len", "max_seq_length", "sequence_len")
-    )
+    max_length: int = setting(2048, help="tokens per example", aliases=("cutoff_len", "max_seq_length", "sequence_len"))
     truncation_strategy: Literal["delete", "right", "left", "split", "raise"] = setting(
         "delete",
         help="examples over max_length: delete (counted), cut right or left, split (plain text only), or raise",
@@ -70,4 +71,3 @@ class BatchingConfig:
         None, help="batch examples of like length; default: true where padding can't be avoided"
     )
     train_dataloader_shuffle: bool = setting(True, help="new order every epoch; false: file order")
-    streaming: bool = setting(False, help="not available yet: rows are read and tokenised before step 1")

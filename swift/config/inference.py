@@ -1,5 +1,6 @@
 """How answers are generated."""
 
+# ruff: noqa: RUF009 - `setting` is `dataclasses.field` with metadata
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -29,7 +30,9 @@ class InferRunConfig:
 
     infer_backend: Literal["transformers"] = setting("transformers", help="generation engine")
     max_batch_size: int = setting(8, help="rows generated together")
-    result_path: str | None = setting(None, help="default: infer_result/<time>.jsonl in the checkpoint or current folder")
+    result_path: str | None = setting(
+        None, help="default: infer_result/<time>.jsonl in the checkpoint or current folder"
+    )
     resume: bool = setting(True, help="go on with an unfinished result file of the same rows and settings")
     merge_lora: bool = setting(False, help="merge the adapter before generating (checked against the unmerged logits)")
     load_args: bool = setting(True, help="take model, template and system from the checkpoint's own configuration")
@@ -45,5 +48,6 @@ class MergeConfig:
     exist_ok: bool = setting(False, help="overwrite output_dir")
     max_shard_size: str = setting("5GB", help="size of a safetensors file")
     merge_tolerance: float | None = setting(
-        None, help="largest allowed difference of logits, relative to their spread; default: 1e-4 in fp32, 5e-2 in bf16/fp16"
+        None,
+        help="largest allowed difference of logits, relative to their spread; default: 1e-4 in fp32, 5e-2 in bf16/fp16",
     )

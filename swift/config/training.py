@@ -1,5 +1,6 @@
 """How it is trained: batches, objective, optimizer, schedule, precision, evaluation."""
 
+# ruff: noqa: RUF009 - `setting` is `dataclasses.field` with metadata
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -48,7 +49,9 @@ class ObjectiveConfig:
     label_smoothing_factor: float = setting(0.0, help="label smoothing", aliases=("label_smoothing",))
     enable_dft_loss: bool = setting(False, help="DFT: each token's loss times its own probability")
     neftune_noise_alpha: float | None = setting(None, help="NEFTune: noise on the embeddings while training")
-    loss_chunk_size: int = setting(0, help="trained tokens per chunk of the cross-entropy; 0: chosen from the vocabulary")
+    loss_chunk_size: int = setting(
+        0, help="trained tokens per chunk of the cross-entropy; 0: chosen from the vocabulary"
+    )
 
 
 @dataclass
@@ -58,7 +61,9 @@ class OptimizerConfig:
     optim: Literal["adamw", "adamw_torch", "adamw_torch_fused", "sgd", "adafactor"] = setting(
         "adamw_torch_fused", help="optimizer"
     )
-    learning_rate: float | None = setting(None, help="peak rate; default: 1e-5 for full, 1e-4 for adapters", aliases=("lr",))
+    learning_rate: float | None = setting(
+        None, help="peak rate; default: 1e-5 for full, 1e-4 for adapters", aliases=("lr",)
+    )
     weight_decay: float = setting(0.1, help="decay of matrices; biases and norms are left alone")
     adam_beta1: float = setting(0.9, help="Adam beta 1")
     adam_beta2: float = setting(0.95, help="Adam beta 2")
@@ -93,7 +98,9 @@ class CheckpointConfig:
     output_dir: str | None = setting(None, help="default: output/<model>")
     add_version: bool = setting(True, help="write into a new sub-folder vN-<time> of output_dir")
     overwrite_output_dir: bool = setting(False, help="with add_version false: allow a folder that holds another run")
-    save_strategy: Literal["no", "steps", "epoch"] = setting("steps", help="when to save; the end is always saved unless no")
+    save_strategy: Literal["no", "steps", "epoch"] = setting(
+        "steps", help="when to save; the end is always saved unless no"
+    )
     save_steps: int = setting(500, help="steps between checkpoints")
     save_total_limit: int | None = setting(None, help="checkpoints kept: the best one and the newest; default: all")
     save_only_model: bool = setting(False, help="leave out optimizer and loader state: smaller, but can't be resumed")

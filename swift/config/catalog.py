@@ -1,0 +1,64 @@
+"""The commands: name, what it does, where its code and its settings are. New commands add a line here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of the program.
+
+    Attributes:
+        name: as typed.
+        module: module under `swift.commands` with `main`. It takes the configuration if there is one, else the
+            remaining arguments as a list; it returns the exit code.
+        config: name of the configuration class in `swift.config`; None for commands with a few options of their own.
+        help: one line.
+        usage: what follows the name in a usage line.
+        group: heading in the overview.
+        distributed: several processes can run it (`--nproc_per_node`).
+    """
+
+    name: str
+    module: str
+    config: str | None
+    help: str
+    usage: str
+    group: str
+    distributed: bool = False
+
+
+_FLAGS = "[FILE.yaml] [--flag value ...]"
+
+COMMANDS: dict[str, Command] = {
+    command.name: command
+    for command in (
+        Command("sft", "sft", "SftConfig", "fine-tune a model on conversations", _FLAGS, "Train", True),
+        Command("pt", "pt", "PtConfig", "go on pre-training a model on plain text", _FLAGS, "Train", True),
+        Command("train", "sft", "SftConfig", "the same as sft", _FLAGS, "Train", True),
+        Command("infer", "infer", "InferConfig", "talk to a model, or answer a file of prompts", _FLAGS, "Use", True),
+        Command("merge-lora", "merge_lora", "MergeLoraConfig", "merge an adapter into its model", _FLAGS, "Use"),
+        Command(
+            "data", "data", None, "check or preview training data", "check|preview FILE [--flag value ...]", "Look"
+        ),
+        Command("config", "config", None, "show, describe or convert settings", "show|schema|convert ...", "Look"),
+        Command("doctor", "doctor", None, "what is installed, what this machine can do, what conflicts", "", "Look"),
+        Command(
+            "quickstart", "quickstart", None, "tune a small model and talk to it, in minutes", "[--flag value]", "Start"
+        ),
+    )
+}
+
+# commands that scripts written for ms-swift may call and that this version lacks -> what to do meanwhile
+LATER: dict[str, str] = {
+    "rlhf": "preference tuning and reinforcement learning are being built; `swift sft` trains on the chosen answers",
+    "deploy": "the OpenAI-style server is being built; `swift infer` answers interactively or from a file",
+    "eval": "benchmarks are being built; `swift sft --eval_steps N --val_dataset FILE` reports the evaluation loss",
+    "export": "quantizing and exporting are being built; `swift merge-lora` merges adapters",
+    "app": "the chat page is being built; `swift infer` chats in the terminal",
+    "web-ui": "the studio is being built; every run writes report.html meanwhile",
+    "sample": "sampling with rewards is being built; `swift infer --val_dataset FILE` generates one answer a row",
+    "rollout": "rollout servers come with reinforcement learning, which is being built",
+    "megatron": "there is no separate Megatron command; sharding is being built into `swift pt` and `swift sft`",
+}

@@ -1,0 +1,293 @@
+"""Configuration files: reading a user's YAML or JSON with line numbers, and the file each run leaves behind.
+
+A read file becomes a list of `Given`: what was written, where, and under which name. Nothing is interpreted here
+except the `ENV` block. Scalars are kept as they were written, so that `save_strategy: no` stays "no" and `1e-4`
+reaches a number the same way it would from a command line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from swift.config.values import NULL, Words, to_words
+from swift.core.errors import UsageError
+
+CONFIG_NAME = "swift_config.yaml"
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+@dataclass(frozen=True)
+class Given:
+    """One setting as somebody gave it.
+
+    Attributes:
+        name: as written, dashes turned into underscores; dotted if it stood in groups.
+        words: the value.
+        where: `--flag`, `file.yaml:12` or the like.
+        origin: "command line", the file's name, or what the caller of the Python API said.
+        mapping: the value is a mapping and may be a group of settings.
+    """
+
+    name: str
+    words: Words
+    where: str
+    origin: str
+    mapping: bool = False
+
+    @property
+    def key(self) -> str:
+        """The last part of the name."""
+        return self.name.rpartition(".")[2]
+
+
+@dataclass
+class Entry:
+    """One key of a mapping in a file: a scalar or list (as words), or a mapping (as entries and as plain data)."""
+
+    key: str
+    line: int
+    words: Words
+    entries: list[Entry] | None = None
+    data: Any = None
+
+
+@dataclass
+class ConfigFile:
+    """A parsed file: its entries, the `ENV` block and the whole thing as plain data."""
+
+    path: Path
+    entries: list[Entry]
+    env: dict[str, str]
+    data: dict[str, Any]
+
+
+def read_config_file(path: str | Path) -> ConfigFile:
+    """Parse a YAML or JSON file of settings.
+
+    Raises:
+        UsageError: if it is missing, unreadable, malformed (with file:line), not a mapping, or repeats a key.
+    """
+    path = Path(path)
+    text = _read_text(path)
+    entries, data = _parse_json(path, text) if path.suffix == ".json" else _parse_yaml(path, text)
+    env: dict[str, str] = {}
+    settings = []
+    for entry in entries:
+        if entry.key == "ENV":
+            if entry.entries is None:
+                raise UsageError("ENV must be a mapping of variables to values", where=f"{path}:{entry.line}")
+            env = {item.key: " ".join(item.words) for item in entry.entries}
+        else:
+            settings.append(entry)
+    return ConfigFile(path, settings, env, data)
+
+
+def _read_text(path: Path) -> str:
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder, a configuration file is wanted", fix=f"{path}/{CONFIG_NAME}?")
+    if not path.exists():
+        here = (
+            sorted(p.name for p in path.parent.glob("*") if p.suffix in CONFIG_SUFFIXES) if path.parent.is_dir() else []
+        )
+        known = f"configuration files there: {', '.join(here[:8])}" if here else "check the path"
+        raise UsageError(f"there is no configuration file {path}", fix=known)
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{path} is not UTF-8 (byte {error.start})", fix=f"convert it: iconv -t UTF-8 {path}"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"{path} can't be read: {error.strerror}") from None
+
+
+def _parse_yaml(path: Path, text: str) -> tuple[list[Entry], dict[str, Any]]:
+    import yaml
+
+    loader_cls = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    loader = loader_cls(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            raise UsageError(f"{path} is empty", fix="write settings in it, such as `model: smollm2`")
+        if not isinstance(root, yaml.MappingNode):
+            raise UsageError(f"{path} must hold `key: value` lines", where=f"{path}:{root.start_mark.line + 1}")
+        entries = _yaml_entries(path, loader, root)
+        return entries, loader.construct_document(root)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        context = f" {error.context}" if error.context else ""
+        raise UsageError(
+            f"{path} is not valid YAML: {error.problem}{context}",
+            where=where,
+            fix="check the indentation (spaces, no tabs) and quote values that contain `: ` or `#`",
+        ) from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path} is not valid YAML: {error}", where=str(path)) from None
+    finally:
+        loader.dispose()
+
+
+def _yaml_entries(path: Path, loader: Any, node: Any) -> list[Entry]:
+    import yaml
+
+    loader.flatten_mapping(node)  # `<<: *defaults`
+    entries: list[Entry] = []
+    seen: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise UsageError("a key must be a plain word", where=f"{path}:{line}")
+        key = key_node.value
+        # keys merged by `<<` come first and may be overridden: only repeated lines of one mapping are a mistake
+        if key in seen and seen[key] != line and key_node.start_mark.line >= node.start_mark.line:
+            raise UsageError(
+                f"{key} is written twice", where=f"{path}:{seen[key]} and {path}:{line}", fix="remove one of them"
+            )
+        seen[key] = line
+        if isinstance(value_node, yaml.MappingNode):
+            data = loader.construct_object(value_node, deep=True)
+            entries.append(Entry(key, line, to_words(data), _yaml_entries(path, loader, value_node), data))
+        elif isinstance(value_node, yaml.SequenceNode):
+            items = [_yaml_words(loader, item)[0] for item in value_node.value]
+            entries.append(Entry(key, line, Words(items)))
+        else:
+            entries.append(Entry(key, line, _yaml_words(loader, value_node)))
+    return entries
+
+
+def _yaml_words(loader: Any, node: Any) -> Words:
+    import yaml
+
+    if not isinstance(node, yaml.ScalarNode):
+        return to_words(loader.construct_object(node, deep=True))
+    if node.tag == "tag:yaml.org,2002:null":
+        return NULL
+    return Words((node.value,))
+
+
+def _parse_json(path: Path, text: str) -> tuple[list[Entry], dict[str, Any]]:
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key in {k for k, _ in items}:
+            if sum(k == key for k, _ in items) > 1:
+                raise UsageError(f"{key} is written twice", where=str(path), fix="remove one of them")
+        return dict(items)
+
+    try:
+        data = json.loads(text, object_pairs_hook=pairs)
+    except json.JSONDecodeError as error:
+        raise UsageError(
+            f"{path} is not valid JSON: {error.msg} at column {error.colno}", where=f"{path}:{error.lineno}"
+        ) from None
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} must hold one JSON object", where=f"{path}:1")
+    return list(_plain_entries(data, text)), data
+
+
+def _plain_entries(data: Mapping[Any, Any], text: str = "") -> Iterator[Entry]:
+    for key, value in data.items():
+        found = re.search(rf'"{re.escape(str(key))}"\s*:', text)
+        line = text.count("\n", 0, found.start()) + 1 if found else 0
+        if isinstance(value, Mapping):
+            yield Entry(str(key), line, to_words(dict(value)), list(_plain_entries(value, text)), dict(value))
+        else:
+            yield Entry(str(key), line, to_words(value))
+
+
+def given_in_file(file: ConfigFile, groups: Mapping[str, str], names: Mapping[str, str]) -> list[Given]:
+    """The settings of a file, with groups opened; see `open_groups`."""
+    return list(
+        open_groups(file.entries, groups, names, lambda entry: f"{file.path}:{entry.line}", origin=file.path.name)
+    )
+
+
+def given_in_mapping(
+    values: Mapping[str, Any], groups: Mapping[str, str], names: Mapping[str, str], source: str
+) -> list[Given]:
+    """The settings of a Python mapping, flat or nested, or of dataclasses used as groups."""
+    plain = {key: _as_mapping(value) for key, value in values.items()}
+    return list(
+        open_groups(_plain_entries(plain), groups, names, lambda entry: f"{source}: {entry.key}", origin=source)
+    )
+
+
+def _as_mapping(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in fields(value)}
+    return value
+
+
+def open_groups(
+    entries: Any, groups: Mapping[str, str], names: Mapping[str, str], place: Any, *, origin: str, prefix: str = ""
+) -> Iterator[Given]:
+    """Turn nested entries into settings.
+
+    A mapping under a group's name (`groups`: spelling -> prefix tried in front of its keys, so that `lora: {rank: 8}`
+    means `lora_rank`) is a group; any setting may stand in any group. Other mappings are values.
+    """
+    for entry in entries:
+        key = entry.key.replace("-", "_")
+        if entry.entries is not None and key in groups:
+            for given in open_groups(entry.entries, {}, names, place, origin=origin):
+                inner = given.name
+                prefixed = groups[key] + inner
+                # a word such as `rank` or `dropout` belongs to its group; a full name is taken as it is
+                name = prefixed if groups[key] and inner not in names and prefixed in names else inner
+                yield Given(name, given.words, given.where, given.origin, given.mapping)
+        else:
+            yield Given(prefix + key, entry.words, place(entry), origin, mapping=entry.entries is not None)
+
+
+# --- the file each run leaves behind --------------------------------------------------------------------------------
+
+
+def to_nested(config: Any) -> dict[str, Any]:
+    """A configuration as plain data, by group."""
+    nested: dict[str, Any] = {}
+    for member in fields(config):
+        value = getattr(config, member.name)
+        nested[member.name] = _as_mapping(value) if is_dataclass(value) else value
+    return nested
+
+
+def to_flat(config: Any) -> dict[str, Any]:
+    """A configuration as plain data, without groups."""
+    flat: dict[str, Any] = {}
+    for key, value in to_nested(config).items():
+        if isinstance(value, dict) and is_dataclass(getattr(config, key)):
+            flat.update(value)
+        else:
+            flat[key] = value
+    return flat
+
+
+def dump_yaml(data: Any) -> str:
+    """Plain data as YAML, in the given order, readable in every language."""
+    import yaml
+
+    return yaml.dump(data, Dumper=_dumper(), sort_keys=False, allow_unicode=True, width=100, default_flow_style=False)
+
+
+def _dumper() -> Any:
+    """A safe dumper that writes numbers so that every YAML reader takes them as numbers (1.0e-05, not 1e-05)."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    def number(dumper: Any, value: float) -> Any:
+        text = repr(value)
+        if "e" in text and "." not in text:
+            text = text.replace("e", ".0e")
+        if text in ("inf", "-inf", "nan"):
+            text = text.replace("inf", ".inf").replace("nan", ".nan")
+        return dumper.represent_scalar("tag:yaml.org,2002:float", text)
+
+    Dumper.add_representer(float, number)
+    return Dumper

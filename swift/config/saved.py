@@ -1,0 +1,162 @@
+"""The configuration that every run and checkpoint folder holds, and taking it up again."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, TypeVar
+
+from swift.config.commands import InferConfig, MergeLoraConfig, SftConfig
+from swift.config.files import CONFIG_NAME, dump_yaml, given_in_file, read_config_file, to_nested
+from swift.config.resolve import Resolved, construct, group_spellings, raise_problems, resolve
+from swift.config.schema import names_of, settings_of
+from swift.core.errors import UsageError
+from swift.core.files import write_atomic
+
+C = TypeVar("C")
+
+# settings of one start, not of the run
+_NOT_KEPT = frozenset({"resume_from_checkpoint", "resume_only_model", "overwrite_output_dir"})
+# what inference takes from training: which model, and how a conversation is written
+_MODEL_AND_TEMPLATE = (
+    "model", "model_type", "model_revision", "use_hf", "trust_remote_code", "rope_scaling", "max_model_len",
+    "new_special_tokens", "template", "system", "enable_thinking", "use_chat_template",
+)  # fmt: skip
+_DATA = ("dataset", "val_dataset", "split_dataset_ratio", "data_seed", "columns", "disable_auto_column_mapping")
+
+
+def save_config(config: Any, path: str | Path) -> Path:
+    """Write a configuration as YAML, grouped, every value spelt out.
+
+    Args:
+        path: a folder (the file is then `swift_config.yaml` in it) or a file name. Paths of local models are written
+            absolute, so that the run can be taken up from another working directory.
+
+    Returns:
+        The file written.
+    """
+    path = Path(path)
+    target = path if path.suffix in (".yaml", ".yml") else path / CONFIG_NAME
+    nested = to_nested(config)
+    model = nested.get("model", {})
+    if isinstance(model, dict):
+        if model.get("model"):
+            model["model"] = _absolute(model["model"])
+        model["adapters"] = [_absolute(adapter) for adapter in model.get("adapters", [])]
+    write_atomic(target, dump_yaml(nested))
+    return target
+
+
+def _absolute(name: str) -> str:
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def load_config(cls: type[C], path: str | Path) -> C:
+    """The configuration saved in a folder or file; settings that other commands wrote into it are left out.
+
+    Raises:
+        UsageError: if there is none, or it doesn't fit.
+    """
+    return construct(cls, saved_values(cls, Path(path)))
+
+
+def find_saved(path: Path) -> Path | None:
+    """The saved configuration of a checkpoint folder, looking in the run folder around it as well."""
+    if path.is_file():
+        return path
+    for folder in (path, path.parent):
+        if (folder / CONFIG_NAME).is_file():
+            return folder / CONFIG_NAME
+    return None
+
+
+def saved_values(cls: type, path: Path) -> dict[str, Any]:
+    """Typed values of the saved configuration at `path` that `cls` has settings for.
+
+    Raises:
+        UsageError: if there is no saved configuration.
+    """
+    saved = find_saved(path)
+    if saved is None:
+        raise UsageError(
+            f"{path} holds no {CONFIG_NAME}", fix="give the settings on the command line, or name a folder of a run"
+        )
+    file = read_config_file(saved)
+    names = names_of(cls)
+    known = {**group_spellings(SftConfig), **group_spellings(cls)}
+    given = [item for item in given_in_file(file, known, names) if item.name in names]
+    resolved = resolve(cls, given)
+    raise_problems(resolved.problems, subject=str(saved))
+    return resolved.values
+
+
+def fill_from_checkpoint(cls: type, resolved: Resolved) -> None:
+    """Complete what the user gave from the checkpoint that it names, if it names one.
+
+    Training with `resume_from_checkpoint` takes every setting not given; inference and merging take the model, the
+    template and the system prompt (`load_args`), inference also the evaluation rows (`load_data_args`).
+    """
+    values = resolved.values
+    if issubclass(cls, SftConfig):
+        checkpoint = values.get("resume_from_checkpoint")
+        folder = resume_folder(checkpoint, values.get("output_dir")) if checkpoint else None
+        if folder is not None and not values.get("resume_only_model") and find_saved(folder):
+            wanted = set(settings_of(cls)) - _NOT_KEPT
+            _take(cls, resolved, folder, wanted)
+        _base_model(resolved, values.get("adapters", []))
+    elif cls in (InferConfig, MergeLoraConfig):
+        if values.get("load_args") is False:
+            return
+        folders = [*values.get("adapters", []), *([values["model"]] if values.get("model") else [])]
+        wanted = set(_MODEL_AND_TEMPLATE) | (set(_DATA) if values.get("load_data_args") else set())
+        for folder in filter(find_saved, map(Path, folders)):
+            _take(cls, resolved, folder, wanted)
+            break
+        _base_model(resolved, values.get("adapters", []))
+
+
+def _take(cls: type, resolved: Resolved, folder: Path, wanted: set[str]) -> None:
+    saved = find_saved(folder)
+    for name, value in saved_values(cls, folder).items():
+        if name in wanted and name not in resolved.values:
+            resolved.values[name] = value
+            resolved.origins[name] = "checkpoint"
+            resolved.places[name] = str(saved)
+
+
+def _base_model(resolved: Resolved, adapters: list[str]) -> None:
+    """An adapter made by peft names its base model."""
+    if resolved.values.get("model") or not adapters:
+        return
+    described = Path(adapters[0]) / "adapter_config.json"
+    if described.is_file():
+        base = json.loads(described.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        if base:
+            resolved.values["model"] = base
+            resolved.origins["model"] = "checkpoint"
+            resolved.places["model"] = str(described)
+
+
+def resume_folder(checkpoint: str, output_dir: str | None) -> Path | None:
+    """The folder that `--resume_from_checkpoint` means; None if there is none.
+
+    `latest` is the newest complete checkpoint below `output_dir`, in it or in its newest run folder.
+    """
+    if checkpoint != "latest":
+        path = Path(checkpoint)
+        if path.is_dir() and not (path / "complete.json").is_file():  # a run folder: its newest checkpoint
+            return newest_checkpoint(path) or path
+        return path if path.is_dir() else None
+    root = Path(output_dir) if output_dir else Path("output")
+    return newest_checkpoint(root)
+
+
+def newest_checkpoint(root: Path) -> Path | None:
+    """The complete checkpoint with the latest completion time below `root` (at most three levels down)."""
+    if not root.is_dir():
+        return None
+    marks = [m for pattern in ("", "*/", "*/*/") for m in root.glob(f"{pattern}checkpoint-*/complete.json")]
+    marks = [m for m in marks if re.fullmatch(r"checkpoint-\d+", m.parent.name)]
+    newest = max(marks, key=lambda m: (m.stat().st_mtime_ns, int(m.parent.name.rpartition("-")[2])), default=None)
+    return newest.parent if newest else None
