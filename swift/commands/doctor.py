@@ -5,37 +5,29 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
+from swift.config.fields import setting
+from swift.config.parse import parse_command_line
 from swift.core.doctor import Finding, examine, system_line
-from swift.core.errors import UsageError, did_you_mean
 from swift.core.version import __version__
-
-USAGE = """usage: swift doctor [--json]
-
-Prints versions, devices and their precision, memory and disk, optional parts, conflicts and what to do about them.
-Uses no network. Exit code: 0 when training can work, 1 when there is a problem.
-
-  --json    the same as one JSON object"""
 
 _COLORS = {"ok": "32", "info": "36", "warning": "33", "problem": "31"}
 
 
-def main(arguments: list[str]) -> int:
+@dataclass
+class DoctorOptions:
+    """What is installed, what this machine can do, what is in the way. Exit code 1 if training cannot work."""
+
+    json: bool = setting(False, help="print one JSON object")
+
+
+def main(argv: list[str]) -> int:
     """Run the command; returns the exit code."""
-    for argument in arguments:
-        if argument in ("-h", "--help"):
-            print(USAGE)
-            return 0
-        if argument != "--json":
-            raise UsageError(
-                f"swift doctor has no option {argument!r}",
-                where=argument,
-                fix=did_you_mean(argument, ["--json", "--help"]) or "swift doctor --help",
-            )
+    options = parse_command_line(DoctorOptions, argv, command="doctor", usage="[--json]").config
     findings = examine()
     problems = sum(finding.status == "problem" for finding in findings)
-    if "--json" in arguments:
+    if options.json:
         report = {
             "swift": __version__,
             "system": system_line(),
