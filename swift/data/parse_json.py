@@ -1,0 +1,157 @@
+"""JSON text to Python values, quickly when it is right and with a precise complaint when it is not.
+
+orjson reads; the standard library's parser is asked only when orjson refuses, or when a key may occur twice, because it
+can say where the fault is. Knows nothing of rows beyond "an object".
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+
+from swift.data.rows import RowProblem, excerpt
+
+
+def parse_line(raw: bytes) -> dict[str, Any]:
+    """The object in one line of JSON.
+
+    NaN and Infinity, which Python writes and JSON forbids, are read as null: harmless in a column that nothing uses,
+    and refused as null in one that is used.
+
+    Raises:
+        RowProblem: `bad_encoding`, `nul_byte`, `not_json`, `not_an_object` or `duplicate_key`.
+    """
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        value = _second_opinion(raw)
+    if not isinstance(value, dict):
+        raise RowProblem(
+            "not_an_object",
+            f"the line holds {_json_kind(value)}, not an object: {excerpt(raw.decode(errors='replace'))}",
+            'each line is one row: {"messages": […]}',
+        )
+    if raw.count(b'":') + raw.count(b'" :') > _count_keys(value):
+        _refuse_duplicates(raw)
+    return value
+
+
+def _count_keys(value: Any) -> int:
+    if isinstance(value, dict):
+        return len(value) + sum(_count_keys(item) for item in value.values() if isinstance(item, dict | list))
+    return sum(_count_keys(item) for item in value if isinstance(item, dict | list))
+
+
+def _refuse_duplicates(raw: bytes) -> None:
+    """A text that contains `":` looks the same to the quick count, so the slow parser decides."""
+    json.loads(raw, object_pairs_hook=pairs_once, parse_constant=lambda _: None)
+
+
+def pairs_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An `object_pairs_hook` that refuses a key given twice (every other parser would silently keep the last)."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise RowProblem("duplicate_key", f"the key {twice!r} occurs twice in one object", "keep one of them")
+    return value
+
+
+def _second_opinion(raw: bytes) -> Any:
+    text = decode_utf8(raw)
+    if "\x00" in text:
+        raise nul_problem(text)
+    try:
+        value = json.loads(text, object_pairs_hook=pairs_once, parse_constant=lambda _: None)
+    except json.JSONDecodeError as error:
+        raise json_problem(text, error) from error
+    except RecursionError as error:
+        raise RowProblem("not_json", "the JSON is nested too deeply") from error
+    refuse_lone_surrogates(value)
+    return value
+
+
+def refuse_lone_surrogates(value: Any) -> None:
+    """Half of a surrogate pair (`\\ud83d` alone) is no character and can't be tokenised."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise RowProblem(
+            "bad_encoding",
+            f"a text holds half a character (\\u{ord(error.object[error.start]):04x} without its other half)",
+            "the text was cut inside an emoji or another rare character; remove that escape",
+        ) from error
+
+
+def decode_utf8(raw: bytes) -> str:
+    """The text, or a `bad_encoding` problem that names the byte and a guess at what the encoding is."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise RowProblem("bad_encoding", *encoding_complaint(raw, error)) from error
+
+
+def encoding_complaint(raw: bytes, error: UnicodeDecodeError) -> tuple[str, str]:
+    """What to say of bytes that aren't UTF-8, and how to convert them."""
+    guess = "LATIN1"
+    for name in ("gb18030", "cp1252"):
+        try:
+            raw.decode(name)
+        except UnicodeDecodeError:
+            continue
+        guess = name.upper()
+        if name == "gb18030" and not any("\u4e00" <= c <= "\u9fff" for c in raw.decode(name)):
+            continue
+        if name == "gb18030" and _mostly_ascii_accents(raw):
+            continue
+        break
+    return (
+        f"byte {error.start + 1} (0x{raw[error.start]:02x}) is not UTF-8",
+        f"convert the file: iconv -f {guess} -t UTF-8 FILE > FILE.utf8 ({guess} is a guess)",
+    )
+
+
+def _mostly_ascii_accents(raw: bytes) -> bool:
+    """Whether high bytes stand alone among ASCII letters, as accents do in Latin-1; Chinese comes in runs."""
+    high = [i for i, byte in enumerate(raw) if byte >= 0x80]
+    lone = [i for i in high if (i == 0 or raw[i - 1] < 0x80) and (i + 1 == len(raw) or raw[i + 1] < 0x80)]
+    return len(lone) * 2 > len(high)
+
+
+def nul_problem(text: str) -> RowProblem:
+    """NUL characters come from UTF-16 without a mark, or from a file that was cut off by a crash."""
+    count = text.count("\x00")
+    if count * 3 > len(text) and len(text) > 3 and count < len(text):
+        return RowProblem(
+            "bad_encoding",
+            "every other byte is NUL: this looks like UTF-16 without a byte-order mark",
+            "convert the file: iconv -f UTF-16LE -t UTF-8 FILE > FILE.utf8",
+        )
+    return RowProblem(
+        "nul_byte",
+        f"{count} NUL byte(s), the first at column {text.index(chr(0)) + 1}",
+        "the file may be damaged; to remove them: tr -d '\\000' < FILE > FILE.clean",
+    )
+
+
+def json_problem(text: str, error: json.JSONDecodeError) -> RowProblem:
+    """A `not_json` problem with the column and what stands there."""
+    at_end = error.pos >= len(text.rstrip())
+    what = "the JSON ends too early" if at_end else f"invalid JSON: {error.msg[0].lower()}{error.msg[1:]}"
+    fix = "the line was cut off: write the row again" if at_end else None
+    if error.msg.startswith("Extra data"):
+        what, fix = "more follows after the end of the object", "put each row on a line of its own"
+    elif "'" in text[error.pos : error.pos + 1]:
+        fix = "JSON needs double quotes: write rows with json.dumps"
+    elif text[error.pos : error.pos + 4] in ("None", "True") or text[error.pos : error.pos + 5] == "False":
+        fix = "this is Python, not JSON: write rows with json.dumps"
+    return RowProblem("not_json", f"{what} (column {error.colno}): {excerpt(text, around=error.pos)}", fix)
+
+
+def _json_kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    kinds = ((bool, "a boolean"), (str, "a text"), (int | float, "a number"), (list, "a list"))
+    return next((name for kind, name in kinds if isinstance(value, kind)), type(value).__name__)

@@ -1,0 +1,217 @@
+"""Raw rows to encoded rows, in this process or in several, with the same result in the same order.
+
+Rows travel in chunks. A chunk's result depends on its rows alone, and results are taken in the order of the chunks, so
+the number of processes changes nothing but the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import Any, Protocol
+
+import numpy as np
+import orjson
+
+from swift.core.errors import DataError
+from swift.data.readers import RawRow, parse_raw
+from swift.data.rows import Row, RowProblem, RowRef
+from swift.data.selfcog import Identity, fill_identity
+from swift.data.shapes import RowOptions, normalise_row
+
+CHUNK_ROWS = 256
+CHUNK_BYTES = 1 << 20
+
+
+class Encoded(Protocol):
+    """One example: int32 ids, float32 loss weights, and how many tokens were cut off."""
+
+    input_ids: np.ndarray
+    loss_weights: np.ndarray
+    truncated: int
+
+
+class Encoder(Protocol):
+    """What turns a row into examples (`swift.data.encode.ChatEncoder`). Sent to worker processes by pickle."""
+
+    def encode(self, row: Row) -> list[Any]: ...
+    def fingerprint(self) -> str: ...
+
+
+@dataclass
+class Chunk:
+    """Neighbouring rows of one file; `tag` is for the caller."""
+
+    file: str
+    rows: list[RawRow]
+    tag: Any = None
+    identity: Identity | None = None
+
+
+@dataclass
+class RowFacts:
+    """What `swift data check` wants to know of a row: a hash of its content, its turns, its characters."""
+
+    digest: bytes
+    turns: int
+    roles: Counter[str]
+    characters: int
+
+
+@dataclass
+class RowResult:
+    """One row's fate: `problem`, or the lengths of its examples."""
+
+    line: int
+    problem: RowProblem | None = None
+    lengths: list[int] = field(default_factory=list)
+    truncated: int = 0
+    facts: RowFacts | None = None
+
+
+@dataclass
+class ChunkResult:
+    """The rows of a chunk in order; ids and weights of their examples end to end."""
+
+    rows: list[RowResult]
+    input_ids: np.ndarray
+    loss_weights: np.ndarray
+    unused: Counter[str]
+    columns: set[str]
+
+
+@dataclass
+class Task:
+    """What is done with each row: how it is read, what encodes it (None: nothing does), whether facts are wanted."""
+
+    options: RowOptions
+    encoder: Encoder | None
+    facts: bool = False
+
+    def run(self, chunk: Chunk) -> ChunkResult:
+        """Parse, normalise and encode a chunk."""
+        unused: Counter[str] = Counter()
+        columns: set[str] = set()
+        results: list[RowResult] = []
+        ids: list[np.ndarray] = []
+        weights: list[np.ndarray] = []
+        for line, raw in chunk.rows:
+            result = RowResult(line)
+            try:
+                record = parse_raw(raw)
+                columns.update(record)
+                row, extra = normalise_row(record, RowRef(chunk.file, line), self.options)
+                if chunk.identity:
+                    fill_identity(row, chunk.identity)
+                    extra.discard("tag")
+                unused.update(extra)
+                if self.facts:
+                    result.facts = _facts(row)
+                if self.encoder:
+                    for example in _examples(self.encoder.encode(row)):
+                        ids.append(example.input_ids)
+                        weights.append(example.loss_weights)
+                        result.lengths.append(len(example.input_ids))
+                        result.truncated += example.truncated
+            except RowProblem as problem:
+                result.problem = problem
+            results.append(result)
+        return ChunkResult(
+            results,
+            np.concatenate([np.empty(0, np.int32), *ids]),
+            np.concatenate([np.empty(0, np.float32), *weights]),
+            unused,
+            columns,
+        )
+
+
+def _examples(encoded: list[Encoded]) -> list[Encoded]:
+    """The examples that have something to train on; a row that has none is a problem."""
+    useful = [example for example in encoded if example.loss_weights.any()]
+    if useful:
+        return useful
+    if any(example.truncated for example in encoded):
+        raise RowProblem(
+            "masked_by_truncation",
+            "after truncation no trained token is left",
+            "raise --max_length, or choose another --truncation_strategy",
+        )
+    raise RowProblem("all_masked", "no token of this row is trained", 'check its "loss" marks, and --loss_scale')
+
+
+def _facts(row: Row) -> RowFacts:
+    content = row.text if row.text is not None else [row.messages, row.tools]
+    digest = hashlib.blake2b(orjson.dumps(content, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+    texts = [message["content"] for message in row.messages] if row.text is None else [row.text]
+    return RowFacts(
+        digest,
+        sum(message["role"] == "assistant" for message in row.messages),
+        Counter(message["role"] for message in row.messages),
+        sum(map(len, texts)),
+    )
+
+
+def chunked(rows: Iterable[RawRow], file: str, tag: Any = None, identity: Identity | None = None) -> Iterator[Chunk]:
+    """Group a file's rows; a chunk ends at `CHUNK_ROWS` rows or `CHUNK_BYTES` bytes."""
+    piece: list[RawRow] = []
+    size = 0
+    for row in rows:
+        piece.append(row)
+        size += len(row[1]) if isinstance(row[1], bytes) else 512
+        if len(piece) >= CHUNK_ROWS or size >= CHUNK_BYTES:
+            yield Chunk(file, piece, tag, identity)
+            piece, size = [], 0
+    if piece:
+        yield Chunk(file, piece, tag, identity)
+
+
+def run_chunks(chunks: Iterable[Chunk], task: Task, num_proc: int) -> Iterator[tuple[Chunk, ChunkResult]]:
+    """Each chunk with its result, in order.
+
+    Raises:
+        DataError: if a worker process dies.
+    """
+    if num_proc <= 1:
+        for chunk in chunks:
+            yield chunk, task.run(chunk)
+        return
+    waiting: deque[tuple[Chunk, Future[ChunkResult]]] = deque()
+    # spawn, not fork: threads of tokenizers and torch don't survive a fork
+    pool = ProcessPoolExecutor(num_proc, get_context("spawn"), initializer=_start_worker, initargs=(task,))
+    try:
+        for chunk in chunks:
+            waiting.append((chunk, pool.submit(_work, chunk)))
+            if len(waiting) >= 3 * num_proc:  # bounds memory; keeps every worker busy
+                done, future = waiting.popleft()
+                yield done, future.result()
+        while waiting:
+            done, future = waiting.popleft()
+            yield done, future.result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a process that reads rows died (killed for memory, or it could not start)",
+            fix="lower --dataset_num_proc; a Python script that uses it must guard its code with "
+            "`if __name__ == '__main__':`",
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_task: Task | None = None
+
+
+def _start_worker(task: Task) -> None:
+    global _task
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core per worker
+    _task = task
+
+
+def _work(chunk: Chunk) -> ChunkResult:
+    assert _task is not None
+    return _task.run(Chunk(chunk.file, chunk.rows, None, chunk.identity))

@@ -1,0 +1,81 @@
+"""What one row of data is, after every file format and column layout has been read away.
+
+This file knows the normal form only: `shapes` turns columns into it, `messages` turns the message lists of other tools
+into it, and the chat encoder turns it into tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class RowRef:
+    """Where a row comes from: the file and the 1-based line on which it starts (row number for parquet)."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(slots=True)
+class Row:
+    """One conversation, or one plain text.
+
+    Attributes:
+        ref: where it was read.
+        messages: dicts with `role` (system, user, assistant, tool) and `content` (str). An assistant message may carry
+            `tool_calls` (`[{"type": "function", "function": {"name": str, "arguments": dict}}]`) and
+            `reasoning_content`; a tool message `name` and `tool_call_id`; any message `loss` (bool) and
+            `loss_scale` (float). Empty for plain text.
+        text: the text of a plain-text row; None for conversations.
+        tools: function descriptions, `[{"type": "function", "function": {...}}]`.
+        template_kwargs: variables for the chat template that this row sets (`chat_template_kwargs`).
+        extra: the columns nothing above took.
+    """
+
+    ref: RowRef
+    messages: list[dict[str, Any]]
+    text: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class RowProblem(Exception):
+    """Why a row can't be used.
+
+    Args:
+        reason: short code under which the ledger counts it: `not_json`, `no_content`, `unknown_role`, `too_long`, ...
+        message: what is wrong, one sentence, with the message number or column.
+        fix: what to do about it.
+        tokens: length of the row in tokens where that is the problem.
+    """
+
+    def __init__(self, reason: str, message: str, fix: str | None = None, *, tokens: int | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.fix = fix
+        self.tokens = tokens
+
+    def __reduce__(self):  # survives the way back from a worker process
+        return (_rebuild_problem, (self.reason, self.message, self.fix, self.tokens))
+
+
+def _rebuild_problem(reason: str, message: str, fix: str | None, tokens: int | None) -> RowProblem:
+    return RowProblem(reason, message, fix, tokens=tokens)
+
+
+def excerpt(value: Any, *, around: int = 0, width: int = 80) -> str:
+    """A short, one-line quotation of `value`, centred on character `around`."""
+    text = value if isinstance(value, str) else repr(value)
+    start = max(0, min(around - width // 2, len(text) - width))
+    piece = text[start : start + width]
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in piece)
+    return ("…" if start else "") + shown + ("…" if start + width < len(text) else "")
