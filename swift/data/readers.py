@@ -109,7 +109,7 @@ def _open(file: DataFile, tally: FileTally) -> IO[bytes]:
     """The bytes as UTF-8 without a byte-order mark: unpacked, and converted where the mark says UTF-16 or UTF-32."""
     stream: Any
     if file.path.suffix.lower() == ".gz":
-        stream = gzip.open(file.path)
+        stream = gzip.open(file.path)  # noqa: SIM115 - the reader that asked for it closes it
     elif file.path.suffix.lower() == ".zst":
         import zstandard
 
