@@ -1,183 +1,93 @@
-"""Encoded examples in flat arrays, which a folder of `.npy` files can hold and the operating system can map.
-
-One array of token ids and one of loss weights hold all examples end to end; an index of (start, length, file, line)
-says which piece is which example. So a selection, a split or a repetition of rows copies no tokens, and a data set
-larger than memory is read from disk page by page.
-"""
+"""Texts to token ids, and character spans to token spans."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Protocol
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
-
-from swift.core.errors import DataError
-from swift.core.files import disk_errors, write_atomic
-from swift.data.rows import RowRef
-
-_FORMAT = 1
-_ARRAYS = ("input_ids", "loss_weights", "starts", "lengths", "file_ids", "lines")
+_CACHE_SIZE = 4096
 
 
-class EncodedExample(Protocol):
-    """What an encoder gives for an example (`swift.data.encode.Encoded`)."""
+def added_token_pattern(tokenizer: Any) -> re.Pattern[str]:
+    """Matches any added token of the tokenizer that isn't white space; longest first; nothing where there is none."""
+    names = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    longest_first = sorted((name for name in names if name.strip()), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    input_ids: np.ndarray
-    loss_weights: np.ndarray
 
+class Tokens:
+    """A tokenizer with the checks that a span of text is a span of tokens."""
 
-class TokenDataset:
-    """Examples by number: token ids, loss weights, and the row each came from.
-
-    Args:
-        input_ids: int32 [tokens], all examples end to end.
-        loss_weights: float32 or (when every weight is 0 or 1) uint8 [tokens]; the weight of predicting a token from
-            those before it.
-        starts: int64 [n], where each example begins.
-        lengths: int32 [n], its tokens.
-        refs: file number (int32 [n]), line (int64 [n]), and the file names.
-    """
-
-    def __init__(
-        self,
-        input_ids: np.ndarray,
-        loss_weights: np.ndarray,
-        starts: np.ndarray,
-        lengths: np.ndarray,
-        refs: tuple[np.ndarray, np.ndarray, list[str]],
-    ) -> None:
-        self.input_ids = input_ids
-        self.loss_weights = loss_weights
-        self.starts = starts
-        self.lengths = lengths
-        self.file_ids, self.lines, self.files = refs
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids int32 [n] and loss weights float32 [n] of one example."""
-        start = int(self.starts[index])
-        end = start + int(self.lengths[index])
-        return self.input_ids[start:end], self.loss_weights[start:end].astype(np.float32, copy=False)
-
-    def ref(self, index: int) -> RowRef:
-        """The row that an example came from."""
-        return RowRef(self.files[int(self.file_ids[index])], int(self.lines[index]))
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all examples, repetitions counted."""
-        return int(self.lengths.sum(dtype=np.int64))
-
-    def trained_tokens(self) -> int:
-        """Tokens with a loss weight above 0, repetitions counted."""
-        before = np.concatenate([[0], np.cumsum(self.loss_weights > 0, dtype=np.int64)])
-        return int((before[self.starts + self.lengths] - before[self.starts]).sum())
-
-    def select(self, indices: Sequence[int] | np.ndarray) -> TokenDataset:
-        """These examples in this order; tokens are shared, not copied."""
-        chosen = np.asarray(indices, dtype=np.int64)
-        refs = (self.file_ids[chosen], self.lines[chosen], self.files)
-        return TokenDataset(self.input_ids, self.loss_weights, self.starts[chosen], self.lengths[chosen], refs)
-
-    def digest(self) -> str:
-        """Hash of what training sees: every example's tokens and weights, in order. Independent of paths and caches."""
-        state = hashlib.blake2b(digest_size=16)
-        for index in range(len(self)):
-            ids, weights = self.tokens(index)
-            state.update(len(ids).to_bytes(8, "little"))
-            state.update(np.ascontiguousarray(ids).tobytes())
-            state.update(np.ascontiguousarray(weights).tobytes())
-        return state.hexdigest()
-
-    @classmethod
-    def from_encoded(cls, examples: Iterable[tuple[EncodedExample, RowRef]]) -> TokenDataset:
-        """Collect encoded examples with the rows they came from."""
-        ids, weights, lengths, lines, file_ids = [], [], [], [], []
-        numbers: dict[str, int] = {}
-        for example, ref in examples:
-            ids.append(example.input_ids)
-            weights.append(example.loss_weights)
-            lengths.append(len(example.input_ids))
-            lines.append(ref.line)
-            file_ids.append(numbers.setdefault(ref.file, len(numbers)))
-        return cls.from_parts(
-            ids, weights, np.asarray(lengths), (np.asarray(file_ids), np.asarray(lines), list(numbers))
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._added_ids = frozenset(tokenizer.added_tokens_decoder)
+        self._tails: dict[str, list[int]] = {}
+        # texts that would be read as tokens if a row contained them
+        self.turn_marks = tuple(
+            str(token) for token in tokenizer.added_tokens_decoder.values() if token.special and str(token).strip()
         )
 
-    @classmethod
-    def from_parts(
-        cls,
-        ids: list[np.ndarray],
-        weights: list[np.ndarray],
-        lengths: np.ndarray,
-        refs: tuple[np.ndarray, np.ndarray, list[str]],
-    ) -> TokenDataset:
-        """From pieces that lie end to end (each piece may hold several examples) and the lengths of the examples."""
-        input_ids = np.concatenate([np.empty(0, np.int32), *ids]).astype(np.int32, copy=False)
-        flat = np.concatenate([np.empty(0, np.float32), *weights]).astype(np.float32, copy=False)
-        if np.array_equal(flat, flat.astype(bool)):
-            flat = flat.astype(np.uint8)
-        lengths = lengths.astype(np.int32)
-        starts = np.cumsum(lengths, dtype=np.int64) - lengths
-        return cls(input_ids, flat, starts, lengths, (refs[0].astype(np.int32), refs[1].astype(np.int64), refs[2]))
+    def encode(self, texts: Sequence[str], *, special: bool) -> list[Any]:
+        """One `tokenizers.Encoding` for each text; `special` adds what the tokenizer adds around a text (bos, eos)."""
+        out = self.tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False, verbose=False)
+        return out.encodings
 
-    def save(self, folder: Path) -> None:
-        """Write the examples to a folder that must not hold others; the meta file comes last and marks it complete.
+    def span(self, encoding: Any, text: str, start: int, end: int) -> tuple[int, int, bool]:
+        """Tokens [first, after) that belong to the characters [start, end) of the encoding's text.
 
-        Tokens that no example uses are left out; those that several use are written once.
+        A token belongs to the span when it begins inside it. So a token that begins in the prompt and reaches into the
+        answer isn't trained; the third value says that this happened, or that the tokens before the span aren't those
+        that the prompt alone would give.
         """
-        compact = self._compact()
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in _ARRAYS:
-            array = np.ascontiguousarray(getattr(compact, name))
-            path = folder / f"{name}.npy"
-            aside = folder / f".{name}.{os.getpid()}.npy"
-            with disk_errors(path, array.nbytes):
-                np.save(aside, array)
-                aside.replace(path)
-        meta = {"format": _FORMAT, "files": compact.files, "examples": len(compact)}
-        write_atomic(folder / "meta.json", json.dumps(meta, ensure_ascii=False))
+        first = _token_at(encoding, start, end)
+        after = _token_at(encoding, end, len(text))
+        merged = False
+        while first < after and _begin(encoding, first) < start:
+            merged = True
+            first += 1
+        if after < len(encoding.ids) and _begin(encoding, after) < end:
+            after += 1
+        return first, after, merged or not self._prompt_agrees(encoding, text, first, start)
 
-    @classmethod
-    def load(cls, folder: Path) -> TokenDataset:
-        """Map a saved folder into memory, read-only.
+    def _prompt_agrees(self, encoding: Any, text: str, first: int, start: int) -> bool:
+        """Whether the tokens before `first` are those of the text before `start` by itself.
 
-        Raises:
-            DataError: the folder is not there, incomplete, or of another format.
+        Added tokens cut a text into parts that are tokenised independently, so only the part from the last added token
+        to `start` has to be compared.
         """
-        try:
-            meta = json.loads((folder / "meta.json").read_text())
-            if meta["format"] != _FORMAT:
-                raise ValueError(f"its format is {meta['format']}, expected {_FORMAT}")
-            maps = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
-            if len(maps["lengths"]) != meta["examples"]:
-                raise ValueError("its arrays don't fit together")
-        except (OSError, ValueError, KeyError) as error:
-            raise DataError(
-                f"the token cache can't be used: {error}", where=str(folder), fix="delete the folder; it is made again"
-            ) from error
-        refs = (maps["file_ids"], maps["lines"], meta["files"])
-        return cls(maps["input_ids"], maps["loss_weights"], maps["starts"], maps["lengths"], refs)
+        ids = encoding.ids
+        at = first - 1
+        while at >= 0 and ids[at] not in self._added_ids:
+            at -= 1
+        chars = encoding.token_to_chars(at) if at >= 0 else None
+        if chars is None:  # nothing before, or a token that the tokenizer put before the text
+            at += 1
+        tail = text[chars[0] if chars else 0 : start]
+        alone = self._tails.get(tail)
+        if alone is None:
+            if len(self._tails) >= _CACHE_SIZE:
+                self._tails.clear()
+            alone = self._tails[tail] = self.tokenizer(tail, add_special_tokens=False, verbose=False).input_ids
+        return alone == ids[at:first]
 
-    def _compact(self) -> TokenDataset:
-        """The same examples over arrays that hold only the tokens in use."""
-        starts, first, inverse = np.unique(self.starts, return_index=True, return_inverse=True)
-        lengths = np.asarray(self.lengths)[first].astype(np.int64)
-        if int(lengths.sum()) == len(self.input_ids):
-            return self
-        pieces = [slice(int(start), int(start + length)) for start, length in zip(starts, lengths)]
-        packed = (np.cumsum(lengths) - lengths)[inverse]
-        return TokenDataset(
-            np.concatenate([self.input_ids[piece] for piece in pieces]),
-            np.concatenate([self.loss_weights[piece] for piece in pieces]),
-            packed,
-            self.lengths,
-            (self.file_ids, self.lines, self.files),
-        )
+
+def _begin(encoding: Any, token: int) -> int:
+    """Character at which a token begins; a token that isn't from the text begins nowhere before its end."""
+    chars = encoding.token_to_chars(token)
+    return chars[0] if chars else sys.maxsize
+
+
+def _token_at(encoding: Any, char: int, limit: int) -> int:
+    """The first token that holds character `char`, or the next one that any token holds; the number of tokens at the
+    end of the text. `limit` bounds the search when characters belong to no token (white space that the tokenizer
+    drops)."""
+    num_tokens = len(encoding.ids)
+    while char < limit:
+        token = encoding.char_to_token(char)
+        if token is not None:
+            return token
+        char += 1
+    token = encoding.char_to_token(char)
+    return num_tokens if token is None else token

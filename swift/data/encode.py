@@ -1,0 +1,481 @@
+"""Rows to tokens: which ids a row becomes, and which of them are trained.
+
+The ids are those of the tokenizer's own chat template (see `template`), the trained tokens are those of the assistant
+turns (see `spans`). A row usually becomes one example. It becomes several when the template shows an earlier answer
+differently than it would be generated (`history_turns`), or when a plain text is split into pieces.
+
+Knows nothing of files, batches or models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from swift.config.data import TemplateConfig
+from swift.core.errors import DataError, TemplateError, UsageError
+from swift.data.probe import TemplateFacts, probe
+from swift.data.rows import Row, RowProblem
+from swift.data.spans import Conversation, TurnFinder, split_thoughts
+from swift.data.template import Refusal, Renderer, install_template
+from swift.data.tokens import Tokens, added_token_pattern
+
+# Part of the fingerprint: raise it when the same row and template would come out as other tokens or weights.
+ENCODING_VERSION = 1
+
+
+@dataclass(slots=True)
+class Encoded:
+    """One training example.
+
+    Attributes:
+        input_ids: int32 [n].
+        loss_weights: float32 [n], the weight of predicting token i from those before it; 0 = not trained. The first is
+            always 0.
+        truncated: number of tokens that were cut off.
+    """
+
+    input_ids: np.ndarray
+    loss_weights: np.ndarray
+    truncated: int = 0
+
+
+@dataclass(slots=True)
+class _Draft:
+    """An example before tokenisation: its text and the weight of character spans."""
+
+    text: str
+    spans: list[tuple[int, int, float]] = field(default_factory=list)
+    base_weight: float = 0.0
+    append_eos: bool = False
+    plain: bool = False
+
+
+@dataclass(slots=True)
+class _Voice:
+    """One chat template with what is known of it."""
+
+    render: Renderer
+    facts: TemplateFacts
+    finder: TurnFinder
+
+
+class ChatEncoder:
+    """Encodes rows and prompts with one tokenizer.
+
+    Args:
+        tokenizer: a fast tokenizer. Its template (and eos, with ChatML) is set from `config`, so that saving it saves
+            what was trained.
+        config: template settings.
+
+    Attributes:
+        template: the chat template in force; None when rows are plain text.
+        eos_token: the tokenizer's eos after the template was chosen.
+        notices: what the user should be told once.
+        counts: what happened while encoding: `own_examples` (turns that became examples of their own), `masked_turns`,
+            `merged_borders` (answers whose first token is partly prompt, and so isn't trained), `special_text` (rows
+            whose messages contain the text of special tokens).
+
+    Raises:
+        TemplateError: the template can't be trained on; names it. UsageError: settings that contradict each other.
+    """
+
+    def __init__(self, tokenizer: Any, config: TemplateConfig) -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            raise TemplateError(
+                f"the tokenizer {type(tokenizer).__name__} has no fast version; spans need character offsets",
+                fix="convert it to tokenizer.json (transformers does so when it can)",
+            )
+        self.config = config
+        self.tokenizer = tokenizer
+        self.use_chat_template = config.use_chat_template is not False
+        if self.use_chat_template and config.truncation_strategy == "split":
+            raise UsageError(
+                "--truncation_strategy split is for plain text: a conversation can't be cut into pieces",
+                where="--truncation_strategy",
+                fix="use delete, left or right, or --use_chat_template false",
+            )
+        self.system = _read_system(config.system)
+        self.counts: Counter[str] = Counter()
+        self.notices: list[str] = []
+        self.template: str | None = None
+        self._tokens = Tokens(tokenizer)
+        self._added = added_token_pattern(tokenizer)
+        self._voices: dict[str, _Voice] = {}
+        self._name = "plain text"
+        if self.use_chat_template:
+            self._name, self.notices = install_template(tokenizer, config)
+            self._tokens = Tokens(tokenizer)
+            voice = self._voice(None)
+            self.template = voice.render.template
+            self._check_system(voice)
+        self.eos_token: str | None = tokenizer.eos_token
+        if self.eos_token is None and (not self.use_chat_template or self._voice(None).facts.opener_closes):
+            raise TemplateError(
+                "the tokenizer has no eos token, so nothing can end a text",
+                fix="set eos_token in tokenizer_config.json",
+            )
+
+    # --- public ---
+
+    def encode(self, row: Row) -> list[Encoded]:
+        """The examples that `row` becomes. Raises RowProblem when it can't be used, TemplateError when the template
+        leaves open which tokens are the assistant's."""
+        outcome = self.encode_batch([row])[0]
+        if isinstance(outcome, RowProblem):
+            raise outcome
+        return outcome
+
+    def encode_batch(self, rows: Sequence[Row]) -> list[list[Encoded] | RowProblem]:
+        """Like `encode`, row by row in the same order, with one call of the tokenizer. A row that can't be used comes
+        back as its problem."""
+        outcomes: list[list[Encoded] | RowProblem] = []
+        drafts: list[_Draft] = []
+        places: list[int] = []
+        for number, row in enumerate(rows):
+            outcomes.append([])
+            try:
+                made = self._drafts(row)
+            except RowProblem as problem:
+                outcomes[number] = problem
+                continue
+            except TemplateError as error:
+                raise TemplateError(error.message, where=str(row.ref), fix=error.fix) from error
+            drafts += made
+            places += [number] * len(made)
+        for number, draft, encoding in zip(places, drafts, self._tokenise(drafts), strict=True):
+            outcome = outcomes[number]
+            if isinstance(outcome, RowProblem):
+                continue
+            try:
+                outcome += self._finish(rows[number], draft, encoding)
+            except RowProblem as problem:
+                outcomes[number] = problem
+        return outcomes
+
+    def conversation(self, row: Row) -> Conversation:
+        """The conversation as the template gets it: system prompt added, tool calls in the form it wants, thinking
+        switched. `apply_chat_template` of it gives the ids of the row's (first) example."""
+        return self._conversation(row.messages, row.tools, row.template_kwargs, answered=True)
+
+    def encode_prompt(
+        self, messages: list[dict], tools: list[dict] | None = None, template_kwargs: dict | None = None
+    ) -> list[int]:
+        """The ids of the generation prompt after `messages`.
+
+        Raises:
+            RowProblem: the template refuses the conversation.
+        """
+        return list(
+            self.tokenizer(self.render_prompt(messages, tools, template_kwargs), add_special_tokens=False).input_ids
+        )
+
+    def render_prompt(
+        self, messages: list[dict], tools: list[dict] | None = None, template_kwargs: dict | None = None
+    ) -> str:
+        """The text of the generation prompt; without a chat template, the contents one after the other."""
+        if not self.use_chat_template:
+            return "".join(str(message.get("content") or "") for message in messages)
+        talk = self._conversation(messages, tools, template_kwargs or {}, answered=False)
+        try:
+            return self._voice(tools).render(talk.messages, talk.tools, talk.kwargs, prompt=True)
+        except Refusal as error:
+            raise self._refused(error, talk) from error
+
+    def stop_token_ids(self) -> list[int]:
+        """The ids that end an answer: eos and the tokens with which the template ends an assistant turn."""
+        names = [self.eos_token] if self.eos_token else []
+        for voice in self._voices.values():
+            names += voice.facts.stop_tokens
+        ids = [self.tokenizer.convert_tokens_to_ids(name) for name in names]
+        return list(dict.fromkeys(int(i) for i in ids if i is not None))
+
+    def fingerprint(self) -> str:
+        """A hash that changes whenever the encoding of some row could: settings, template, tokenizer, and the day for
+        templates that write the date."""
+        parts: dict[str, Any] = {
+            "version": ENCODING_VERSION,
+            "config": asdict(self.config),
+            "system": self.system,
+            "template": self.tokenizer.chat_template if self.use_chat_template else None,
+            "special": {key: str(value) for key, value in self.tokenizer.special_tokens_map.items()},
+            "tokenizer": hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+        }
+        if self.use_chat_template:
+            parts["probe"] = self.render_prompt([{"role": "user", "content": "x"}])
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+    # --- conversations ---
+
+    def _voice(self, tools: list[dict] | None) -> _Voice:
+        """The template for a conversation with these tools; most tokenizers have one for all."""
+        try:
+            template = self.tokenizer.get_chat_template(None, tools or None)
+        except ValueError as error:
+            raise TemplateError(f"{self._name}: {error}", fix="name one with --template FILE.jinja") from error
+        if template not in self._voices:
+            render = Renderer(self.tokenizer, template)
+            facts = probe(render, self._added, self._name)
+            finder = TurnFinder(
+                render, facts, self._added, self._name, allow_empty_thought=self.config.add_non_thinking_prefix
+            )
+            self._voices[template] = _Voice(render, facts, finder)
+            self.notices += facts.notices
+        return self._voices[template]
+
+    def _conversation(
+        self, messages: list[dict], tools: list[dict] | None, template_kwargs: dict, *, answered: bool
+    ) -> Conversation:
+        facts = self._voice(tools).facts
+        prepared = [_without_marks(message) for message in messages]
+        inserted = int(bool(self.system) and not any(message["role"] == "system" for message in prepared[:1]))
+        if inserted:
+            prepared.insert(0, {"role": "system", "content": self.system})
+        if any("tool_calls" in message for message in prepared):
+            prepared = _shape_calls(prepared, facts)
+        kwargs: dict[str, Any] = {}
+        if self.config.enable_thinking is not None:
+            kwargs["enable_thinking"] = self.config.enable_thinking
+            if facts.thinking_key:
+                kwargs[facts.thinking_key] = self.config.enable_thinking
+        kwargs.update(template_kwargs)
+        if answered and facts.thinking_key and facts.thinking_key not in kwargs:
+            thinks = _last_round_thinks(prepared)
+            if thinks != facts.thinks_by_default and (thinks or self.config.add_non_thinking_prefix):
+                kwargs[facts.thinking_key] = thinks
+        return Conversation(prepared, tools or None, kwargs, inserted)
+
+    def _drafts(self, row: Row) -> list[_Draft]:
+        if row.text is not None or not self.use_chat_template:
+            return [self._plain_draft(row)]
+        weights = self._turn_weights(row.messages)
+        if not weights and self.config.loss_scale != "all":
+            raise _all_masked("no message of it is trained")
+        if any(token in str(message.get("content")) for message in row.messages for token in self._tokens.turn_marks):
+            self.counts["special_text"] += 1
+        talk = self.conversation(row)
+        try:
+            return self._chat_drafts(row, talk, {i + talk.inserted: w for i, w in weights.items()})
+        except Refusal as error:
+            raise self._refused(error, talk) from error
+
+    def _chat_drafts(self, row: Row, talk: Conversation, weights: dict[int, float]) -> list[_Draft]:
+        voice = self._voice(row.tools)
+        mode = self.config.history_turns
+        if self.config.loss_scale == "all":
+            text = voice.render(talk.messages, talk.tools, talk.kwargs)
+            spans = []
+            if weights:
+                found = voice.finder.find(talk, list(weights), history_turns="keep")
+                text = found.text
+                spans = [(*span, weights[index]) for index, each in found.turns.items() for span in each]
+            return [_Draft(text, spans, base_weight=1.0, append_eos=voice.facts.opener_closes)]
+        found = voice.finder.find(talk, list(weights), history_turns=mode)
+        drafts = []
+        if found.turns:
+            spans = [(*span, weights[index]) for index, each in found.turns.items() for span in each]
+            drafts.append(_Draft(found.text, spans, append_eos=found.append_eos))
+        if mode == "mask" or voice.facts.marks:
+            self.counts["masked_turns"] += len(found.diverging)
+            return drafts
+        for index in found.diverging:
+            self.counts["own_examples"] += 1
+            own = index + 1 - talk.inserted
+            head = replace(row, messages=row.messages[:own])
+            one = voice.finder.find(self.conversation(head), [index], history_turns="mask")
+            spans = [(*span, weights[index]) for span in one.turns[index]]
+            drafts.append(_Draft(one.text, spans, append_eos=one.append_eos))
+        return drafts
+
+    def _turn_weights(self, messages: list[dict]) -> dict[int, float]:
+        """Weight of each assistant message that has one of its own, by message index."""
+        mode = self.config.loss_scale
+        users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        first = users[-1] if users and mode == "last_round" else -1
+        weights: dict[int, float] = {}
+        for index, message in enumerate(messages):
+            flag, scale = message.get("loss"), message.get("loss_scale")
+            if message["role"] != "assistant":
+                if (flag or scale) and mode != "all":
+                    raise RowProblem(
+                        "loss_on_prompt",
+                        f"message {index + 1} ({message['role']}) asks for loss; only assistant messages are trained",
+                        'remove "loss" there, or train every token with --loss_scale all',
+                    )
+                continue
+            weight = 1.0 if mode != "all" and (index > first or flag) else 0.0
+            if scale is not None and (weight or mode == "all"):
+                weight = float(scale)
+            if flag is False:
+                weight = 0.0
+            if weight or (mode == "all" and (flag is False or scale is not None)):
+                weights[index] = weight
+        return weights
+
+    def _plain_draft(self, row: Row) -> _Draft:
+        everything = row.text is not None or self.config.loss_scale == "all"
+        draft = _Draft(row.text or "", base_weight=float(everything), append_eos=True, plain=True)
+        if row.text is None:
+            weights = self._turn_weights(row.messages)
+            for index, message in enumerate(row.messages):
+                start = len(draft.text)
+                draft.text += str(message.get("content") or "")
+                if index in weights:
+                    draft.spans.append((start, len(draft.text), weights[index]))
+        if not draft.text:
+            raise RowProblem("empty", "the text is empty", "remove the row")
+        return draft
+
+    # --- tokens ---
+
+    def _tokenise(self, drafts: list[_Draft]) -> list[Any]:
+        results: list[Any] = [None] * len(drafts)
+        for plain in (False, True):
+            chosen = [i for i, draft in enumerate(drafts) if draft.plain == plain]
+            if chosen:
+                encodings = self._tokens.encode([drafts[i].text for i in chosen], special=plain)
+                for i, encoding in zip(chosen, encodings, strict=True):
+                    results[i] = encoding
+        return results
+
+    def _finish(self, row: Row, draft: _Draft, encoding: Any) -> list[Encoded]:
+        ids: list[int] = encoding.ids
+        weights = np.full(len(ids) + 1, draft.base_weight, dtype=np.float32)
+        for start, end, weight in draft.spans:
+            first, after, merged = self._tokens.span(encoding, draft.text, start, end)
+            self.counts["merged_borders"] += merged
+            weights[first:after] = weight
+        eos = self.tokenizer.eos_token_id
+        if draft.append_eos and (not ids or ids[-1] != eos or not draft.plain):
+            closing = next((w for s, e, w in draft.spans if e == len(draft.text)), draft.base_weight)
+            weights[len(ids)] = closing
+            ids = [*ids, eos]
+        example = Encoded(np.array(ids, dtype=np.int32), weights[: len(ids)])
+        example.loss_weights[0] = 0.0
+        if not example.loss_weights.any():
+            raise _all_masked("its assistant messages are empty")
+        pieces = self._fit(row, example)
+        for piece in pieces:
+            piece.loss_weights[0] = 0.0
+        pieces = [piece for piece in pieces if piece.loss_weights.any()]
+        if not pieces:
+            raise _all_masked(f"cut to max_length {self.config.max_length}, no trained token is left of {len(ids)}")
+        return pieces
+
+    def _fit(self, row: Row, example: Encoded) -> list[Encoded]:
+        """Bring an example to at most max_length tokens by the chosen strategy."""
+        limit, num_tokens = self.config.max_length, len(example.input_ids)
+        strategy = self.config.truncation_strategy
+        if num_tokens <= limit:
+            return [example]
+        what = f"{num_tokens} tokens, max_length is {limit}"
+        if strategy == "raise":
+            raise DataError(f"the row has {what}", where=str(row.ref), fix="raise --max_length or shorten the row")
+        if strategy == "delete":
+            raise RowProblem("too_long", what, "raise --max_length or shorten the row", tokens=num_tokens)
+        if strategy == "split":
+            return [_piece(example, slice(at, at + limit), 0) for at in range(0, num_tokens, limit)]
+        cut = num_tokens - limit
+        if strategy == "right":
+            return [_piece(example, slice(0, limit), cut)]
+        keeps_bos = limit > 1 and example.input_ids[0] == self.tokenizer.bos_token_id
+        if not keeps_bos:
+            return [_piece(example, slice(cut, None), cut)]
+        chosen = np.r_[0, np.arange(cut + 1, num_tokens)]
+        return [_piece(example, chosen, cut)]
+
+    # --- refusals ---
+
+    def _refused(self, error: Refusal, talk: Conversation) -> RowProblem:
+        if talk.messages and talk.messages[0]["role"] == "system":
+            fix = "if it takes no system message, put that text at the head of the first user message"
+        else:
+            fix = "bring the roles into the order it expects, or choose another with --template FILE.jinja"
+        return RowProblem("template_refused", f"{self._name} refuses the conversation: {error}", fix)
+
+    def _check_system(self, voice: _Voice) -> None:
+        """A system prompt given for all rows has to be one that the template takes and shows."""
+        if not self.system:
+            return
+        messages = [{"role": "system", "content": self.system}, {"role": "user", "content": "x"}]
+        reason = "it leaves the text out"
+        try:
+            if self.system.strip() in voice.render(messages, None, {}, prompt=True):
+                return
+        except Refusal as error:
+            reason = str(error)
+        raise TemplateError(
+            f"{self._name} takes no system prompt: {reason}",
+            where="--system",
+            fix="remove --system, or put its text into the first user message of the rows",
+        )
+
+
+def _piece(example: Encoded, chosen: Any, truncated: int) -> Encoded:
+    return Encoded(example.input_ids[chosen].copy(), example.loss_weights[chosen].copy(), truncated)
+
+
+def _all_masked(why: str) -> RowProblem:
+    return RowProblem(
+        "all_masked", f"no token of the row would be trained: {why}", "give it an assistant answer, or remove the row"
+    )
+
+
+def _read_system(system: str | None) -> str | None:
+    """The system prompt: the text itself, or the content of the .txt file that it names."""
+    if not system or not system.endswith(".txt") or "\n" in system:
+        return system or None
+    path = Path(system).expanduser()
+    if not path.is_file():
+        raise UsageError(
+            f"the file {path} doesn't exist", where="--system", fix="give a text, or an existing .txt file"
+        )
+    return path.read_text(encoding="utf-8-sig").strip()
+
+
+def _without_marks(message: dict[str, Any]) -> dict[str, Any]:
+    """The message as the template gets it: without our own keys and without nulls, as transformers does."""
+    return {k: v for k, v in message.items() if v is not None and k not in ("loss", "loss_scale")}
+
+
+def _shape_calls(messages: list[dict], facts: TemplateFacts) -> list[dict]:
+    """Tool calls in the form that the template was observed to want: JSON text for arguments, ids."""
+    dumps: Callable[[Any], str] = lambda value: json.dumps(value, ensure_ascii=False)  # noqa: E731
+    shaped, count, pending = [], 0, []
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = []
+            for call in message["tool_calls"]:
+                call = {**call, "function": dict(call["function"])}
+                arguments = call["function"].get("arguments")
+                if facts.arguments_as_text and not isinstance(arguments, str):
+                    call["function"]["arguments"] = dumps(arguments)
+                if facts.needs_call_ids and not call.get("id"):
+                    call["id"] = f"{count:09d}"
+                    count += 1
+                pending.append(call.get("id"))
+                calls.append(call)
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool" and pending:
+            made = pending.pop(0)
+            if facts.needs_call_ids and made and not message.get("tool_call_id"):
+                message = {**message, "tool_call_id": made}
+        shaped.append(message)
+    return shaped
+
+
+def _last_round_thinks(messages: list[dict]) -> bool:
+    """Whether an assistant message after the last user message has thoughts."""
+    for message in reversed(messages):
+        if message["role"] == "user":
+            return False
+        if message["role"] == "assistant" and split_thoughts(message)[0]:
+            return True
+    return False
