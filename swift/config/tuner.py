@@ -8,7 +8,9 @@ from typing import Literal
 
 from swift.config.fields import setting
 
-TunerType = Literal["lora", "full", "adalora", "ia3", "vera", "boft", "oft", "fourierft", "bone", "loha", "lokr", "hra"]
+TunerType = Literal[
+    "lora", "full", "adalora", "ia3", "vera", "boft", "oft", "fourierft", "miss", "bone", "loha", "lokr", "hra"
+]
 
 
 @dataclass
@@ -32,7 +34,8 @@ class TunerConfig:
     lora_bias: Literal["none", "all", "lora_only"] = setting("none", help="which biases are trained")
     init_weights: str = setting(
         "true",
-        help="true, false, gaussian, pissa, pissa_niter_N, olora, orthogonal, eva-free choices of peft",
+        help="true (the kind's own), false, and for LoRA gaussian, pissa, pissa_niter_N, olora, orthogonal, mica; "
+        "for MiSS bat, mini",
         aliases=("init_lora_weights",),
     )
     use_dora: bool = setting(False, help="DoRA: weight-decomposed LoRA")
@@ -45,6 +48,7 @@ class TunerConfig:
     vera_d_initial: float = setting(0.1, help="VeRA: initial value of d")
     boft_block_size: int = setting(4, help="BOFT: block size")
     boft_n_butterfly_factor: int = setting(1, help="BOFT: butterfly factors")
+    oft_block_size: int = setting(32, help="OFT: block size")
     fourier_n_frequency: int = setting(2000, help="FourierFT: frequencies per matrix")
     fourier_scaling: float = setting(300.0, help="FourierFT: scale")
     freeze_parameters: list[str] = setting(help="full tuning: name prefixes to freeze", factory=list)
