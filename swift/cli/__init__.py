@@ -75,16 +75,16 @@ def _dispatch(words: list[str]) -> int:
 def _run_configured(name: str, words: list[str]) -> int:
     """Parse, check, then run a command here or in several processes."""
     from swift.cli import launch
+    from swift.commands.precheck import precheck
     from swift.config import commands as classes
     from swift.config.catalog import COMMANDS
-    from swift.config.checks import check
     from swift.config.parse import parse_command_line
     from swift.core.logging import get_logger
 
     command = COMMANDS[name]
     assert command.config is not None
     parsed = parse_command_line(getattr(classes, command.config), words, command=name, usage=command.usage)
-    check(parsed.config, places=parsed.places)
+    precheck(parsed.config, places=parsed.places)
     for note in parsed.notes:
         get_logger().info(note)
     if command.distributed and not launch.inside():

@@ -1,13 +1,372 @@
-"""Everything that can be found wrong with a configuration before torch is imported."""
+"""Everything that can be found wrong with a configuration before torch is imported, reported together.
+
+Only the settings themselves, the output folder and the checkpoint to resume are looked at. Whether a model or data
+file exists is known to the rooms that read them; `swift.commands.precheck` asks all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from swift.config.files import CONFIG_NAME
 from swift.config.resolve import Problem, raise_problems
+from swift.config.saved import resume_folder
+from swift.config.schema import settings_of
+from swift.core.errors import nearest
+from swift.core.logging import rank
+
+# setting -> (lowest, highest, whether the lowest itself is allowed, whether the highest is)
+_RANGES: dict[str, tuple[float, float | None, bool, bool]] = {
+    "split_dataset_ratio": (0, 1, True, False),
+    "max_bad_rows": (0, None, True, True),
+    "dataset_num_proc": (1, None, True, True),
+    "max_length": (2, None, True, True),
+    "packing_length": (2, None, True, True),
+    "max_model_len": (1, None, True, True),
+    "lora_rank": (1, None, True, True),
+    "lora_alpha": (0, None, False, True),
+    "lora_dropout": (0, 1, True, False),
+    "lorap_lr_ratio": (0, None, False, True),
+    "adalora_target_r": (1, None, True, True),
+    "adalora_init_r": (1, None, True, True),
+    "vera_rank": (1, None, True, True),
+    "boft_n_butterfly_factor": (1, None, True, True),
+    "freeze_parameters_ratio": (0, 1, True, True),
+    "label_smoothing_factor": (0, 1, True, False),
+    "neftune_noise_alpha": (0, None, True, True),
+    "loss_chunk_size": (0, None, True, True),
+    "learning_rate": (0, None, True, True),
+    "weight_decay": (0, None, True, True),
+    "adam_beta1": (0, 1, True, False),
+    "adam_beta2": (0, 1, True, False),
+    "adam_epsilon": (0, None, False, True),
+    "warmup_ratio": (0, 1, True, True),
+    "warmup_steps": (0, None, True, True),
+    "min_lr_ratio": (0, 1, True, True),
+    "decay_ratio": (0, 1, True, True),
+    "num_train_epochs": (0, None, True, True),
+    "per_device_train_batch_size": (1, None, True, True),
+    "per_device_eval_batch_size": (1, None, True, True),
+    "gradient_accumulation_steps": (1, None, True, True),
+    "max_grad_norm": (0, None, True, True),
+    "nproc_per_node": (1, None, True, True),
+    "eval_steps": (1, None, True, True),
+    "early_stop_interval": (1, None, True, True),
+    "save_steps": (1, None, True, True),
+    "save_total_limit": (1, None, True, True),
+    "logging_steps": (1, None, True, True),
+    "max_new_tokens": (1, None, True, True),
+    "temperature": (0, None, True, True),
+    "top_p": (0, 1, False, True),
+    "top_k": (0, None, True, True),
+    "repetition_penalty": (0, None, False, True),
+    "num_beams": (1, None, True, True),
+    "max_batch_size": (1, None, True, True),
+    "merge_tolerance": (0, None, False, True),
+}
+
+_LORA_ONLY = ("use_dora", "use_rslora", "lorap_lr_ratio")
+_FULL_ONLY = (
+    "freeze_parameters",
+    "freeze_parameters_regex",
+    "freeze_parameters_ratio",
+    "trainable_parameters",
+    "trainable_parameters_regex",
+)
+_METRICS = ("eval_loss", "eval_perplexity", "eval_token_accuracy")
+_REGEXES = ("target_regex", "freeze_parameters_regex", "trainable_parameters_regex")
 
 
 def check(config: Any, *, places: Mapping[str, str] | None = None) -> None:
-    problems: list[Problem] = []
-    raise_problems(problems)
+    """Find every fault of a configuration that needs neither torch nor the model.
+
+    Args:
+        config: a command's configuration.
+        places: where settings were given (`Parsed.places`), for messages.
+
+    Raises:
+        UsageError: naming all faults at once.
+    """
+    raise_problems(find_problems(config, places=places))
+
+
+def find_problems(config: Any, *, places: Mapping[str, str] | None = None) -> list[Problem]:
+    """The faults that `check` would raise."""
+    checker = _Checker(config, places or {})
+    return list(checker.problems())
+
+
+class _Checker:
+    """The settings by name, and the rules over them. A rule whose settings a command lacks doesn't apply."""
+
+    def __init__(self, config: Any, places: Mapping[str, str]) -> None:
+        self.places = places
+        self.values: dict[str, Any] = {}
+        for setting in settings_of(type(config)).values():
+            holder = getattr(config, setting.group) if setting.group else config
+            self.values[setting.name] = getattr(holder, setting.name)
+        self.training = hasattr(config, "training")
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values.get(name)
+
+    def fault(self, names: str, message: str, fix: str | None = None) -> Problem:
+        """A problem that comes from the first of these settings that somebody gave, or else from the first."""
+        given = [self.places[name] for name in names.split() if name in self.places]
+        where = " and ".join(dict.fromkeys(given)) or f"--{names.split()[0]}"
+        return Problem(message, where, fix)
+
+    def problems(self) -> Iterator[Problem]:
+        yield from self.ranges()
+        yield from self.regexes()
+        yield from self.template()
+        if self.training:
+            yield from self.data()
+            yield from self.batches()
+            yield from self.tuner()
+            yield from self.length_of_run()
+            yield from self.evaluation()
+            yield from self.resume()
+            yield from self.output()
+        yield from self.generation()
+        yield from self.merging()
+
+    def ranges(self) -> Iterator[Problem]:
+        for name, (low, high, low_allowed, high_allowed) in _RANGES.items():
+            value = self[name]
+            if value is None:
+                continue
+            too_low = value < low or (value == low and not low_allowed)
+            too_high = high is not None and (value > high or (value == high and not high_allowed))
+            if too_low or too_high:
+                least = f"at least {low:g}" if low_allowed else f"above {low:g}"
+                most = "" if high is None else f" and {'at most' if high_allowed else 'below'} {high:g}"
+                yield self.fault(name, f"{name} must be {least}{most}, not {value:g}")
+
+    def regexes(self) -> Iterator[Problem]:
+        for name in _REGEXES:
+            if self[name]:
+                try:
+                    re.compile(self[name])
+                except re.error as error:
+                    yield self.fault(name, f"{name} is not a regular expression: {error}", "escape dots as \\.")
+
+    def template(self) -> Iterator[Problem]:
+        template = self["template"]
+        if template and template != "chatml" and not Path(template).expanduser().is_file():
+            yield self.fault(
+                "template",
+                f"template {template!r} is neither `chatml` nor a file",
+                "leave it out: every tokenizer's own template is used; or give a .jinja file",
+            )
+        system = self["system"]
+        if system and system.endswith(".txt") and "\n" not in system and not Path(system).expanduser().is_file():
+            yield self.fault("system", f"there is no file {system} with the system prompt", _nearby(Path(system)))
+
+    def data(self) -> Iterator[Problem]:
+        if not self["dataset"]:
+            yield self.fault("dataset", "no data given", "--dataset rows.jsonl (several files or folders work as well)")
+        for name in ("model_name", "model_author"):
+            if len(self[name]) > 2:
+                yield self.fault(name, f"{name} takes one value, or two (Chinese, English), not {len(self[name])}")
+
+    def batches(self) -> Iterator[Problem]:
+        if self["packing"]:
+            if self["padding_free"] is False:
+                yield self.fault(
+                    "padding_free packing",
+                    "packing true and padding_free false exclude each other",
+                    "leave padding_free out: packed rows have no padding",
+                )
+            if self["group_by_length"]:
+                yield self.fault(
+                    "group_by_length packing",
+                    "packing and group_by_length exclude each other",
+                    "leave group_by_length out: packed rows have one length",
+                )
+            if self["attn_impl"] in ("sdpa", "eager"):
+                yield self.fault(
+                    "attn_impl packing",
+                    f"attn_impl {self['attn_impl']} would let packed examples see each other",
+                    "leave attn_impl out",
+                )
+        length = self["packing_length"]
+        if length is not None and not self["packing"]:
+            yield self.fault("packing_length", "packing_length does nothing without packing", "--packing true")
+        elif length is not None and length < self["max_length"]:
+            yield self.fault(
+                "packing_length max_length",
+                f"rows of packing_length {length} can't hold examples of up to max_length {self['max_length']}",
+                f"--max_length {length}, or a larger packing_length",
+            )
+        if self["truncation_strategy"] == "split" and self["use_chat_template"] is not False:
+            yield self.fault(
+                "truncation_strategy",
+                "truncation_strategy split is for plain text; a conversation can't be cut into rows",
+                "--truncation_strategy delete, right or left",
+            )
+
+    def tuner(self) -> Iterator[Problem]:
+        kind = self["tuner_type"]
+        if kind != "full":
+            for name in _FULL_ONLY:
+                if self[name]:
+                    yield self.fault(
+                        name, f"{name} is for full tuning; with {kind} the model is frozen", "--tuner_type full"
+                    )
+        if kind != "lora":
+            for name in _LORA_ONLY:
+                if self[name]:
+                    yield self.fault(name, f"{name} does nothing with tuner_type {kind}", "--tuner_type lora")
+        if kind == "adalora" and self["adalora_init_r"] < self["adalora_target_r"]:
+            yield self.fault(
+                "adalora_init_r adalora_target_r",
+                f"adalora_init_r {self['adalora_init_r']} is below adalora_target_r {self['adalora_target_r']}",
+                "AdaLoRA starts with the larger rank and prunes",
+            )
+        if kind == "full" and self["adapters"]:
+            yield self.fault(
+                "adapters",
+                "an adapter can't be trained on in full tuning",
+                f"merge it first: swift merge-lora --adapters {self['adapters'][0]}",
+            )
+
+    def length_of_run(self) -> Iterator[Problem]:
+        steps, epochs = self["max_steps"], self["num_train_epochs"]
+        if steps == 0 or steps < -1:
+            yield self.fault("max_steps", f"max_steps must be above 0, not {steps}", "leave it out to count in epochs")
+        elif steps == -1 and epochs == 0:
+            yield self.fault("num_train_epochs", "num_train_epochs is 0: nothing would be trained")
+        if self["learning_rate"] == 0:
+            yield self.fault("learning_rate", "learning_rate is 0: nothing would be learnt", "--learning_rate 1e-4")
+        if self["lr_scheduler_type"] == "wsd" and self["warmup_ratio"] + self["decay_ratio"] > 1:
+            yield self.fault(
+                "decay_ratio warmup_ratio", "warmup_ratio and decay_ratio add up to more than the whole run"
+            )
+
+    def evaluation(self) -> Iterator[Problem]:
+        rows = bool(self["val_dataset"]) or self["split_dataset_ratio"] > 0
+        strategy = self["eval_strategy"]
+        needing = {
+            "eval_strategy": strategy in ("steps", "epoch"),
+            "load_best_model_at_end": self["load_best_model_at_end"],
+            "early_stop_interval": self["early_stop_interval"] is not None,
+            "eval_on_start": self["eval_on_start"],
+            "eval_steps": self["eval_steps"] is not None,
+        }
+        for name in (name for name, asked in needing.items() if asked):
+            if not rows:
+                yield self.fault(
+                    name,
+                    f"{name} needs evaluation rows, and there are none",
+                    "--val_dataset FILE, or --split_dataset_ratio 0.01",
+                )
+            elif strategy == "no" and name in ("load_best_model_at_end", "early_stop_interval"):
+                yield self.fault(f"{name} eval_strategy", f"{name} needs evaluation, and eval_strategy is no")
+        metric = self["metric_for_best_model"]
+        if f"eval_{metric.removeprefix('eval_')}" not in _METRICS:
+            close = nearest(metric, _METRICS)
+            yield self.fault(
+                "metric_for_best_model",
+                f"metric_for_best_model {metric!r} is not measured",
+                (f"did you mean {close[0]}? " if close else "") + f"there are: {', '.join(_METRICS)}",
+            )
+        saving = self["save_strategy"]
+        if rows and self["load_best_model_at_end"] and saving == "no":
+            yield self.fault(
+                "load_best_model_at_end save_strategy",
+                "load_best_model_at_end needs checkpoints, and save_strategy is no",
+                "--save_strategy steps",
+            )
+        if rows and strategy is None and saving == "no" and self["early_stop_interval"] is not None:
+            yield self.fault(
+                "early_stop_interval save_strategy",
+                "early_stop_interval needs evaluation, which follows save_strategy no",
+                "--eval_strategy steps",
+            )
+
+    def resume(self) -> Iterator[Problem]:
+        wanted = self["resume_from_checkpoint"]
+        if not wanted:
+            if self["resume_only_model"]:
+                yield self.fault(
+                    "resume_only_model", "resume_only_model needs a checkpoint", "--resume_from_checkpoint FOLDER"
+                )
+            return
+        folder = resume_folder(wanted, self["output_dir"])
+        if folder is None:
+            latest = f"there is no complete checkpoint below {self['output_dir'] or 'output'}"
+            message = latest if wanted == "latest" else f"there is no checkpoint {wanted}"
+            fix = "leave resume_from_checkpoint out to start afresh" if wanted == "latest" else _nearby(Path(wanted))
+            yield self.fault("resume_from_checkpoint", message, fix)
+        elif not (folder / "complete.json").is_file():
+            yield self.fault(
+                "resume_from_checkpoint",
+                f"{folder} is not a complete checkpoint of `swift` (it has no complete.json)",
+                "name a checkpoint-N folder, or `latest`; weights of other tools: --model or --adapters",
+            )
+        elif not (folder / "trainer_state.json").is_file() and not self["resume_only_model"]:
+            yield self.fault(
+                "resume_from_checkpoint",
+                f"{folder} holds weights only (it was saved with save_only_model)",
+                "--resume_only_model true starts new steps from its weights",
+            )
+
+    def output(self) -> Iterator[Problem]:
+        if rank() != 0:  # rank 0 may have begun to write
+            return
+        folder = Path(self["output_dir"] or "output").expanduser()
+        existing = folder
+        while not existing.exists() and existing != existing.parent:
+            existing = existing.parent
+        if not existing.is_dir():
+            yield self.fault("output_dir", f"{existing} is a file; output_dir {folder} can't be made")
+        elif not os.access(existing, os.W_OK | os.X_OK):
+            yield self.fault("output_dir", f"output_dir {folder} can't be written: no rights in {existing}")
+        elif not self["add_version"] and not self["overwrite_output_dir"] and not self["resume_from_checkpoint"]:
+            left = [p.name for p in folder.glob("checkpoint-*")] if folder.is_dir() else []
+            if left or (folder / CONFIG_NAME).is_file():
+                yield self.fault(
+                    "output_dir add_version",
+                    f"{folder} holds another run already ({', '.join(sorted(left)[:3]) or CONFIG_NAME})",
+                    "--resume_from_checkpoint latest goes on with it; --overwrite_output_dir true writes over it; "
+                    "--add_version true makes a sub-folder",
+                )
+
+    def generation(self) -> Iterator[Problem]:
+        if self["num_beams"] and self["num_beams"] > 1 and self["stream"]:
+            yield self.fault("stream num_beams", "beam search can't stream", "--num_beams 1, or --stream false")
+        if self["load_data_args"] and self["load_args"] is False:
+            yield self.fault("load_data_args load_args", "load_data_args needs load_args true")
+        if self["merge_lora"] and not self["adapters"]:
+            yield self.fault("merge_lora", "merge_lora needs an adapter", "--adapters FOLDER")
+
+    def merging(self) -> Iterator[Problem]:
+        if "max_shard_size" not in self.values:
+            return
+        if not self["adapters"]:
+            yield self.fault("adapters", "no adapter given", "--adapters output/.../checkpoint-100")
+        if not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]i?B", self["max_shard_size"], re.IGNORECASE):
+            yield self.fault(
+                "max_shard_size", f"max_shard_size {self['max_shard_size']!r} is not a size", "such as 5GB"
+            )
+        target = self["output_dir"]
+        if target and Path(target).is_dir() and any(Path(target).iterdir()) and not self["exist_ok"]:
+            yield self.fault("output_dir", f"{target} is not empty", "--exist_ok true writes over it")
+
+
+def _nearby(path: Path) -> str | None:
+    """What a path that doesn't exist may have meant: the nearest name beside it, or what is there."""
+    parent = path.expanduser().parent
+    while not parent.is_dir() and parent != parent.parent:
+        parent = parent.parent
+    there = sorted(entry.name for entry in parent.iterdir() if not entry.name.startswith("."))
+    close = nearest(path.name, there)
+    if close:
+        return f"did you mean {parent / close[0]}?"
+    shown = ", ".join(there[:8]) + (", …" if len(there) > 8 else "")
+    return f"{parent} holds: {shown or 'nothing'}"

@@ -52,6 +52,11 @@ class TemplateConfig:
     loss_scale: Literal["default", "last_round", "all"] = setting(
         "default", help="train on: default = every assistant turn, last_round = the last one, all = every token"
     )
+    history_turns: Literal["split", "mask", "keep"] = setting(
+        "split",
+        help="an answer that the template shows differently once more messages follow (thoughts dropped): split = "
+        "its own example, mask = not trained, keep = trained as the history shows it",
+    )
     enable_thinking: bool | None = setting(None, help="passed to templates that know it; default: the template's own")
     add_non_thinking_prefix: bool = setting(
         True, help="with hybrid-thinking templates, an answer without thoughts gets the template's empty-thought prefix"

@@ -59,17 +59,25 @@ _GALORE = "choose an adapter (--tuner_type lora) or --optim adafactor to save op
 
 RULES: dict[str, Rule] = {
     # parallelism and kernels
-    **_later("deepspeed fsdp fsdp_config zero_hpz_partition_size deepspeed_autotp_size use_ray device_groups", _PARALLEL),
+    **_later(
+        "deepspeed fsdp fsdp_config zero_hpz_partition_size deepspeed_autotp_size use_ray device_groups", _PARALLEL
+    ),
     **_later("sequence_parallel_size context_parallel_size", _PARALLEL, ("1", *OFF), "one is the degree here as well"),
     **_later(
         "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size", _PARALLEL, ("1", *OFF)
     ),
-    **_later("device_map", "the model is placed on this process's device; choose it with CUDA_VISIBLE_DEVICES", ("auto", *OFF)),
+    **_later(
+        "device_map",
+        "the model is placed on this process's device; choose it with CUDA_VISIBLE_DEVICES",
+        ("auto", *OFF),
+    ),
     **_later(
         "use_liger_kernel use_liger",
         "leave it out: the loss already works on trained tokens only, in chunks, without the full logits",
     ),
-    **_later("use_unsloth use_unsloth_gc", "leave it out: adapters run on peft and are compiled with --torch_compile true"),
+    **_later(
+        "use_unsloth use_unsloth_gc", "leave it out: adapters run on peft and are compiled with --torch_compile true"
+    ),
     **_later("use_flash_ckpt", "leave it out: checkpoints are written atomically"),
     **_later("experts_impl init_strategy", "leave it out: the model's own code decides"),
     **_later("torch_compile_backend torch_compile_mode", "leave it out; --torch_compile true compiles each layer"),
@@ -77,7 +85,9 @@ RULES: dict[str, Rule] = {
     # quantized loading
     **_later(
         "quant_method quant_bits quantization_bit quantization_method load_in_4bit load_in_8bit bnb_4bit_comp_dtype "
-        "bnb_4bit_compute_dtype bnb_4bit_quant_storage hqq_axis", _QUANT, ("0", *OFF)
+        "bnb_4bit_compute_dtype bnb_4bit_quant_storage hqq_axis",
+        _QUANT,
+        ("0", *OFF),
     ),
     **_satisfied("bnb_4bit_quant_type bnb_4bit_use_double_quant", "it matters only with quantized loading"),
     # data
@@ -85,7 +95,11 @@ RULES: dict[str, Rule] = {
     **_later("interleave_prob interleave_probs", "datasets are joined; give shares with path#rows"),
     **_satisfied("stopping_strategy shuffle_buffer_size", "it matters only with interleaved or streamed datasets"),
     **_later("cached_dataset cached_val_dataset", "give the rows themselves with --dataset", ("[]", *OFF)),
-    **_later("custom_dataset_info custom_register_path", "give the file itself: --dataset path, and --columns for its names", ("[]", *OFF)),
+    **_later(
+        "custom_dataset_info custom_register_path",
+        "give the file itself: --dataset path, and --columns for its names",
+        ("[]", *OFF),
+    ),
     **_satisfied("load_from_cache_file", "rows are tokenised anew in every run"),
     **_satisfied("lazy_tokenize", "rows are tokenised before step 1, so that a bad one is found there"),
     **_satisfied(
@@ -97,7 +111,9 @@ RULES: dict[str, Rule] = {
     **_satisfied("packing_num_proc", "packing gives the same rows for any number of processes"),
     **_satisfied("packing_strategy", "best-fit decreasing is the strategy", ("binpack",), "only binpack is there"),
     **_satisfied("padding_side", "training doesn't depend on the side", ("right", "left")),
-    **_satisfied("template_backend", "the tokenizer's own chat template is used in training and inference", ("jinja", "swift")),
+    **_satisfied(
+        "template_backend", "the tokenizer's own chat template is used in training and inference", ("jinja", "swift")
+    ),
     **_later("agent_template", "leave it out: tools are rendered by the model's own chat template"),
     **_later("preserve_thinking", "leave it out: the template decides which earlier thoughts it keeps"),
     **_later("is_binary_loss_scale", "leave it out: weights are used as they are"),
@@ -105,23 +121,41 @@ RULES: dict[str, Rule] = {
     # what is trained on what
     **_later("task_type", _TASK, ("causal_lm", *OFF), "that is what is tuned"),
     **_later("num_labels problem_type", _TASK),
-    **_later("loss_type", "cross-entropy is the loss of sft; --enable_dft_loss true weighs it", ("cross_entropy", *OFF)),
+    **_later(
+        "loss_type", "cross-entropy is the loss of sft; --enable_dft_loss true weighs it", ("cross_entropy", *OFF)
+    ),
     **_later("enable_channel_loss", "train the channels in separate runs to see their losses"),
     **_later("router_aux_loss_coef", "leave it out: no auxiliary loss is added", ("0", "0.0", *OFF)),
-    **_later("predict_with_generate eval_use_evalscope metric acc_strategy eval_metric", "evaluation reports the loss; `swift infer --val_dataset` writes answers", ("token", "acc", *OFF)),
+    **_later(
+        "predict_with_generate eval_use_evalscope metric acc_strategy eval_metric",
+        "evaluation reports the loss; `swift infer --val_dataset` writes answers",
+        ("token", "acc", *OFF),
+    ),
     **_later("vit_lr aligner_lr max_pixels norm_bbox vit_gradient_checkpointing use_dummy", _TEXT),
     **_satisfied("freeze_llm freeze_vit freeze_aligner", "text models have no such part", ("true", "false"), _TEXT),
     # tuners and optimizers
     **_later("use_galore use_adam_mini use_badam galore_quantization", _GALORE),
-    **_later("optimizer", "choose with --optim: adamw, sgd or adafactor; LoRA+ is --lorap_lr_ratio 16", ("default", "lorap", *OFF), "the optimizer follows from the other settings"),
+    **_later(
+        "optimizer",
+        "choose with --optim: adamw, sgd or adafactor; LoRA+ is --lorap_lr_ratio 16",
+        ("default", "lorap", *OFF),
+        "the optimizer follows from the other settings",
+    ),
     **_later("lisa_activated_layers", "freeze layers with --freeze_parameters_ratio", ("0", *OFF)),
     **_satisfied("lisa_step_interval", "it matters only with LISA"),
     **_satisfied("tuner_backend", "adapters are peft's", ("peft",), "adapters run on peft: leave it out"),
-    **_later("lora_dtype", "adapters are trained in fp32: leave it out", ("float32", "fp32", "auto", *OFF), "adapters are trained in fp32"),
+    **_later(
+        "lora_dtype",
+        "adapters are trained in fp32: leave it out",
+        ("float32", "fp32", "auto", *OFF),
+        "adapters are trained in fp32",
+    ),
     **_satisfied("optim_args gradient_checkpointing_kwargs", "", OFF, "leave it out: there are no such options"),
     # training
     **_satisfied(
-        "average_tokens_across_devices", "the loss is always averaged over all tokens of a step", ("true",),
+        "average_tokens_across_devices",
+        "the loss is always averaged over all tokens of a step",
+        ("true",),
         "leave it out: the loss is averaged over all tokens of a step, whatever the number of processes",
     ),
     **_later("max_epochs", "use --num_train_epochs"),
@@ -130,17 +164,38 @@ RULES: dict[str, Rule] = {
     **_later("callbacks external_plugins", "plug-ins are being built", ("[]", *OFF)),
     **_later("model_kwargs", "set what you need in the model's config.json", ("{}", *OFF)),
     **_satisfied("do_train do_eval prediction_loss_only", "it follows from the command and the evaluation rows"),
-    **_satisfied("ddp_backend ddp_timeout ddp_find_unused_parameters ddp_broadcast_buffers", "it follows from the devices and the model"),
-    **_satisfied("save_safetensors safe_serialization", "weights are always safetensors", ("true",), "weights are always safetensors"),
+    **_satisfied(
+        "ddp_backend ddp_timeout ddp_find_unused_parameters ddp_broadcast_buffers",
+        "it follows from the devices and the model",
+    ),
+    **_satisfied(
+        "save_safetensors safe_serialization",
+        "weights are always safetensors",
+        ("true",),
+        "weights are always safetensors",
+    ),
     **_satisfied("save_on_each_node", "rank 0 writes to a shared folder", ("false",), "use a shared --output_dir"),
     **_satisfied("check_model", "local files are never compared with a hub"),
-    **_satisfied("ignore_args_error", "an unknown flag is always an error", ("false",), "remove the flags that aren't known"),
+    **_satisfied(
+        "ignore_args_error", "an unknown flag is always an error", ("false",), "remove the flags that aren't known"
+    ),
     **_satisfied("use_cpu no_cuda", "the CPU is used where there is no accelerator; CUDA_VISIBLE_DEVICES= hides GPUs"),
-    **_satisfied("logging_first_step logging_nan_inf_filter log_on_each_node include_num_input_tokens_seen plot_loss", "it is always so"),
+    **_satisfied(
+        "logging_first_step logging_nan_inf_filter log_on_each_node include_num_input_tokens_seen plot_loss",
+        "it is always so",
+    ),
     **_satisfied("run_name", "runs are named by their folder"),
-    **_satisfied("push_to_hub", "nothing is uploaded", ("false",), "upload the run folder yourself: `hf upload REPO FOLDER`"),
-    **_later("hub_model_id hub_token hub_private_repo hub_strategy", "nothing is uploaded; for private models set HF_TOKEN in the environment"),
-    **_later("wandb_project swanlab_project swanlab_exp_name swanlab_workspace swanlab_token swanlab_mode", "TensorBoard files, logging.jsonl and report.html are written"),
+    **_satisfied(
+        "push_to_hub", "nothing is uploaded", ("false",), "upload the run folder yourself: `hf upload REPO FOLDER`"
+    ),
+    **_later(
+        "hub_model_id hub_token hub_private_repo hub_strategy",
+        "nothing is uploaded; for private models set HF_TOKEN in the environment",
+    ),
+    **_later(
+        "wandb_project swanlab_project swanlab_exp_name swanlab_workspace swanlab_token swanlab_mode",
+        "TensorBoard files, logging.jsonl and report.html are written",
+    ),
     # preference tuning and RL
     **_later(
         "rlhf_type ref_model ref_adapters beta rpo_alpha loss_weights simpo_gamma cpo_alpha desirable_weight "
@@ -151,32 +206,63 @@ RULES: dict[str, Rule] = {
         "top_entropy_quantile sleep_level offload_model offload_optimizer async_generate multi_turn_scheduler "
         "max_turns log_completions sync_ref_model ref_model_sync_steps ref_model_mixup_alpha generation_batch_size "
         "log_entropy max_resample_times num_ppo_epochs whiten_rewards kl_coef cliprange vf_coef response_length "
-        "move_model_batches use_gym_env gym_env ld_alpha discopop_tau reference_free", _RL,
+        "move_model_batches use_gym_env gym_env ld_alpha discopop_tau reference_free",
+        _RL,
     ),
     # engines and servers
     **_later("use_vllm use_lmdeploy tensor_parallel_size gpu_memory_utilization max_num_seqs", _ENGINE),
     **_later("host port api_key served_model_name", "the server (`swift deploy`) is being built"),
-    **_later("to_cached_dataset to_ollama to_mcore to_hf to_peft_format quant_n_samples group_size", "exporting is being built"),
-}  # fmt: skip
+    **_later(
+        "to_cached_dataset to_ollama to_mcore to_hf to_peft_format quant_n_samples group_size",
+        "exporting is being built",
+    ),
+}
 
 PREFIXES: dict[str, str] = {
-    "vllm_": _ENGINE, "sglang_": _ENGINE, "lmdeploy_": _ENGINE, "rollout_": _RL, "chord_": _RL, "rlsd_": _RL, "sdar_": _RL,
-    "fipo_": _RL, "cosine_": _RL, "repetition_": _RL, "soft_": _RL, "reward_": _RL, "ref_": _RL, "teacher_": _RL,
-    "galore_": _GALORE, "reft_": "choose --tuner_type lora", "llamapro_": "choose --tuner_type lora",
-    "adapter_": "choose --tuner_type lora", "lora_ga_": "choose --init_weights pissa or olora",
-    "moe_": _PARALLEL, "recompute_": "use --gradient_checkpointing true", "swanlab_": "TensorBoard files are written",
-    "hub_": "nothing is uploaded", "fsdp_": _PARALLEL, "ddp_": "leave it out", "eval_dataset_": "use --val_dataset",
-}  # fmt: skip
+    "vllm_": _ENGINE,
+    "sglang_": _ENGINE,
+    "lmdeploy_": _ENGINE,
+    "rollout_": _RL,
+    "chord_": _RL,
+    "rlsd_": _RL,
+    "sdar_": _RL,
+    "fipo_": _RL,
+    "cosine_": _RL,
+    "repetition_": _RL,
+    "soft_": _RL,
+    "reward_": _RL,
+    "ref_": _RL,
+    "teacher_": _RL,
+    "galore_": _GALORE,
+    "reft_": "choose --tuner_type lora",
+    "llamapro_": "choose --tuner_type lora",
+    "adapter_": "choose --tuner_type lora",
+    "lora_ga_": "choose --init_weights pissa or olora",
+    "moe_": _PARALLEL,
+    "recompute_": "use --gradient_checkpointing true",
+    "swanlab_": "TensorBoard files are written",
+    "hub_": "nothing is uploaded",
+    "fsdp_": _PARALLEL,
+    "ddp_": "leave it out",
+    "eval_dataset_": "use --val_dataset",
+}
 
 # value spellings of older scripts
 VALUE_NAMES: dict[str, dict[str, str]] = {
-    "torch_dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16", "float": "float32", "auto": "none"},
+    "torch_dtype": {
+        "bf16": "bfloat16",
+        "fp16": "float16",
+        "fp32": "float32",
+        "half": "float16",
+        "float": "float32",
+        "auto": "none",
+    },
     "attn_impl": {"flash_attn": "flash_attention_2", "fa2": "flash_attention_2", "math": "eager"},
     "report_to": {"all": "tensorboard"},
     "eval_strategy": {"false": "no"},
     "save_strategy": {"false": "no"},
     "template": {"auto": "none", "default": "none"},
-}  # fmt: skip
+}
 
 # values of our settings that other tools know and this version lacks
 VALUES_LATER: dict[str, dict[str, str]] = {
@@ -192,14 +278,23 @@ VALUES_LATER: dict[str, dict[str, str]] = {
         ),
     },
     "optim": dict.fromkeys(
-        ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lomo", "adalomo", "galore_adamw", "muon", "apollo_adamw", "schedule_free_adamw", "lion_8bit", "lion_32bit"),
+        (
+            *("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lomo", "adalomo", "muon"),
+            *("galore_adamw", "apollo_adamw", "schedule_free_adamw", "lion_8bit", "lion_32bit"),
+        ),
         "adamw_torch_fused, sgd and adafactor are there",
     ),
     "infer_backend": dict.fromkeys(("vllm", "sglang", "lmdeploy", "pt"), "use --infer_backend transformers"),
-    "attn_impl": dict.fromkeys(("flash_attention_3", "flash_attention_4", "flex_attention", "xformers"), "leave it out: the fastest attention that is there is chosen"),
+    "attn_impl": dict.fromkeys(
+        ("flash_attention_3", "flash_attention_4", "flex_attention", "xformers"),
+        "leave it out: the fastest attention that is there is chosen",
+    ),
     "save_strategy": {"best": "the best checkpoint is kept beside the newest: --save_total_limit 1"},
-    "lr_scheduler_type": dict.fromkeys(("cosine_with_restarts", "reduce_lr_on_plateau", "warmup_stable_decay"), "cosine, linear, constant and wsd are there"),
-}  # fmt: skip
+    "lr_scheduler_type": dict.fromkeys(
+        ("cosine_with_restarts", "reduce_lr_on_plateau", "warmup_stable_decay"),
+        "cosine, linear, constant and wsd are there",
+    ),
+}
 
 
 def judge(name: str, words: Words) -> Verdict | None:

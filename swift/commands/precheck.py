@@ -1,0 +1,75 @@
+"""All that can be found wrong with a request before torch is imported: the settings, the model's files, the data's.
+
+Every room that reads files checks their names itself, without loading anything; here the answers are collected, so
+that a user sees all faults at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from swift.config.checks import find_problems
+from swift.config.commands import MergeLoraConfig
+from swift.config.resolve import Problem, raise_problems
+from swift.core.errors import SwiftError, nearest
+from swift.data.sources import parse_source
+from swift.models.hub import check_model_source, is_adapter_folder
+
+
+def precheck(config: Any, *, places: Mapping[str, str] | None = None) -> None:
+    """Check a command's configuration, its model, adapters and data files.
+
+    Args:
+        config: the configuration of any command.
+        places: where settings were given, for messages.
+
+    Raises:
+        UsageError: naming all faults at once.
+    """
+    where = places or {}
+    problems = find_problems(config, places=where)
+    adapters = [_at(where, "adapters", fault) for name in config.model.adapters if (fault := _adapter_fault(name))]
+    problems += adapters
+    missing_adapter = isinstance(config, MergeLoraConfig) and not config.model.adapters
+    if config.model.model or not (adapters or missing_adapter):  # without a model, an adapter names its own
+        problems += _raised(where, "model", check_model_source, config.model)
+    data = getattr(config, "data", None)
+    for setting in ("dataset", "val_dataset") if data is not None else ():
+        for text in getattr(data, setting):
+            problems += _raised(where, setting, parse_source, text)
+    raise_problems(problems, subject="the request")
+
+
+def _raised(places: Mapping[str, str], setting: str, ask: Any, subject: Any) -> list[Problem]:
+    try:
+        ask(subject)
+    except SwiftError as error:
+        return [_at(places, setting, Problem(error.message, error.where, error.fix))]
+    return []
+
+
+def _at(places: Mapping[str, str], setting: str, fault: Problem) -> Problem:
+    """The fault with the place in a file, when the setting came from one."""
+    place = places.get(setting, f"--{setting}")
+    where = fault.where or place
+    return Problem(
+        fault.message, where if place.startswith("--") or place == where else f"{place} ({where})", fault.fix
+    )
+
+
+def _adapter_fault(name: str) -> Problem | None:
+    folder = Path(name).expanduser()
+    if folder.is_dir() and is_adapter_folder(folder):
+        return None
+    if not folder.is_dir():
+        parent = folder.parent
+        close = nearest(folder.name, [p.name for p in parent.iterdir()]) if parent.is_dir() else []
+        fix = f"did you mean {parent / close[0]}?" if close else "check the path"
+        return Problem(f"there is no adapter folder {folder}", "--adapters", fix)
+    inside = sorted(folder.glob("**/adapter_config.json"), key=lambda p: p.stat().st_mtime)
+    fix = f"its newest: --adapters {inside[-1].parent}" if inside else "point at a folder with adapter_config.json"
+    if (folder / "config.json").is_file():
+        fix = f"this is a whole model: --model {folder}"
+    return Problem(f"{folder} is not an adapter folder (it has no adapter_config.json)", "--adapters", fix)
