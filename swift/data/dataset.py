@@ -25,7 +25,7 @@ from swift.data.rows import Row, RowProblem, RowRef
 from swift.data.selfcog import Identity, fill_identity, identity_from
 from swift.data.shapes import RowOptions, normalise_row
 from swift.data.sources import DataFile, Source, parse_source
-from swift.data.tokens import TokenDataset
+from swift.data.token_store import TokenDataset
 
 __all__ = ["Prepared", "TokenDataset", "data_fingerprint", "iter_rows", "load_prepared", "prepare_datasets"]
 
