@@ -17,6 +17,7 @@ from typing import Any
 from swift.core.devices import cpu_name, total_memory_bytes
 from swift.core.files import human_bytes, write_atomic
 from swift.core.version import __version__
+from swift.data.ledger import Ledger
 from swift.monitor import text
 from swift.monitor.history import History
 
@@ -112,33 +113,19 @@ def _verbatim(path: Path) -> str:
 
 
 def _ledger(path: Path) -> str:
-    """The ledger's lines as a table; columns are the union of the keys of its first lines."""
+    """The table of the rows' ledger, as the run printed it; the file's last line holds the counts."""
     if not path.exists():
         return ""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    if not rows:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    summary = json.loads(lines[-1]) if lines else {}
+    if summary.get("event") != "summary":
         return ""
-    shown = rows[:100]
-    columns = list(dict.fromkeys(key for row in shown for key in row))
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "\n".join(
-        "<tr>" + "".join(f"<td>{escape(_cell(row.get(column)))}</td>" for column in columns) + "</tr>" for row in shown
-    )
-    more = f"<p>{len(rows) - len(shown)} more lines in {escape(path.name)}.</p>" if len(rows) > len(shown) else ""
-    return f"<table>\n<tr>{head}</tr>\n{body}\n</table>{more}"
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
+    ledger = Ledger.restore(summary)
+    header, *rows = ledger.table()
+    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    remarks = "".join(f"<li>{escape(remark)}</li>" for remark in ledger.remarks())
+    return f"<table>\n<tr>{head}</tr>\n{body}\n</table>" + (f"\n<ul>{remarks}</ul>" if remarks else "")
 
 
 def _last_metrics(history: History) -> list[tuple[str, str]]:

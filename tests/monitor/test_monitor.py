@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from swift.config.training import MonitorConfig
+from swift.data.ledger import Ledger
+from swift.data.rows import RowProblem, RowRef
 from swift.monitor import build_monitor, read_history
 from swift.monitor.console import Pace
 from swift.monitor.plot import smooth
@@ -114,7 +116,11 @@ def test_a_terminal_gets_a_live_line_and_the_lines_above_it(tmp_path: Path):
 
 
 def test_everything_is_recorded_and_the_report_is_whole(tmp_path: Path, capsys):
-    (tmp_path / "ledger.jsonl").write_text('{"file": "a.jsonl", "kept": 40, "reason": "<img src=x>"}\n')
+    ledger = Ledger(tmp_path / "ledger.jsonl", strict=False, max_bad_rows=5)
+    tally = ledger.begin("train", "a.jsonl")
+    ledger.keep(tally, RowRef("a.jsonl", 1), examples=1, tokens_cut=0)
+    ledger.drop(tally, RowRef("a.jsonl", 2), RowProblem("not_json", "found <img src=x>"))
+    ledger.close()
     (tmp_path / "swift_config.yaml").write_text("model:\n  model: '<script>alert(1)</script>'\n")
     run_twenty_steps(tmp_path, MonitorConfig(), loss=lambda step: math.nan if step == 15 else 2.0 / step)
     records = read_history(tmp_path)
@@ -136,7 +142,8 @@ def test_everything_is_recorded_and_the_report_is_whole(tmp_path: Path, capsys):
     assert html.escape("'<script>alert(1)</script>'") in page
     assert "data:image/png;base64," in page
     assert "http://" not in page and "https://" not in page  # self-contained
-    for words in ("LoRA: 1.2 k of 99.0 k parameters", "a.jsonl", "two rows were cut", "python"):
+    assert "dropped 1 not_json: first a.jsonl:2: found &lt;img src=x&gt;" in page
+    for words in ("LoRA: 1.2 k of 99.0 k parameters", "<th>kept</th>", "two rows were cut", "python"):
         assert words in page
 
 
