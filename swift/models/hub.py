@@ -215,7 +215,9 @@ def _missing_path(path: Path) -> ModelError:
     while not parent.exists() and parent != parent.parent:
         parent = parent.parent
     relative = path.relative_to(parent).parts if parent != Path() else path.parts
-    siblings = sorted(entry.name for entry in parent.iterdir()) if parent.is_dir() else []
+    siblings = (
+        sorted(entry.name for entry in parent.iterdir() if not entry.name.startswith(".")) if parent.is_dir() else []
+    )
     close = nearest(relative[0], siblings, count=3) if relative else []
     if close:
         fix = "did you mean " + " or ".join(str(parent / Path(name, *relative[1:])) for name in close) + "?"
@@ -254,11 +256,10 @@ def _check_json(file: Path) -> dict:
 
 def _download_hf(name: str, config: ModelConfig) -> Path:
     """The snapshot folder of a Hugging Face repository, from the local cache when offline or unreachable."""
-    import httpx
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
+        HTTPError,  # of the HTTP library it uses: the base of its connection errors too
         LocalEntryNotFoundError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
@@ -291,7 +292,7 @@ def _download_hf(name: str, config: ModelConfig) -> Path:
             where="--model",
             fix="check the spelling; private models need: hf auth login; for ModelScope: --use_hf false",
         ) from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.HTTPError, OSError) as error:
+    except (HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         reason = f"the Hugging Face hub could not be reached ({_first_line(error)})"
         folder = _from_cache(name, cached, LocalEntryNotFoundError, reason)
         log.warning("%s; using the copy in %s", reason, folder)

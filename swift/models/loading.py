@@ -24,7 +24,9 @@ __all__ = ["check_model_source", "load_model", "load_tokenizer", "resolve_model"
 
 log = get_logger("models")
 
-# reserved tokens that models carry for padding, best first; tokens that end a text come last, and only if they aren't eos
+NEW_TOKEN_IDS = "new_token_ids"  # attribute of a model whose embeddings grew: the ids of the rows that were added
+
+# tokens that models carry for padding, best first; those that end a text come last, and only if they aren't eos
 _PAD_TOKENS = (
     "<|finetune_right_pad_id|>",
     "<pad>",
@@ -125,7 +127,7 @@ def load_model(
     apply_context_settings(model_config, config)
     try:
         with quiet_transformers():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(path),
                 config=model_config,
                 dtype=dtype,
@@ -136,6 +138,7 @@ def load_model(
             )
     except _load_exceptions() as error:
         raise _load_error(path, "model", error) from error
+    model, info = loaded
     _check_loaded(path, info)
     if tokenizer is not None:
         grow_embeddings(model, tokenizer)
@@ -145,18 +148,18 @@ def load_model(
 def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     """Add embedding rows for tokens that have none, each the mean of the old rows; returns how many were added.
 
-    The mean makes the result a function of the checkpoint alone, so a tuned adapter finds the same rows again when it is
-    loaded. The ids of the new rows are kept in ``model.new_token_ids`` for the tuner, which trains them.
+    The mean makes the result a function of the checkpoint alone, so a tuned adapter finds the same rows again when it
+    is loaded. The ids of the new rows are kept in ``model.new_token_ids`` for the tuner, which trains them.
     """
     import torch
 
-    old = model.get_input_embeddings().weight.shape[0]
+    table: Any = model.get_input_embeddings()
+    old = table.weight.shape[0]
     if len(tokenizer) <= old:
-        model.new_token_ids = []
         return 0
     with quiet_transformers():
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
+    embeddings: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     with torch.no_grad():
         for module in embeddings:
             if module is None:
@@ -165,7 +168,7 @@ def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
             bias = getattr(module, "bias", None)
             if bias is not None:
                 bias[old:] = bias[:old].float().mean().to(bias.dtype)
-    model.new_token_ids = list(range(old, len(tokenizer)))
+    setattr(model, NEW_TOKEN_IDS, list(range(old, len(tokenizer))))
     log.info("added %d rows to the embeddings for new tokens", len(tokenizer) - old)
     return len(tokenizer) - old
 

