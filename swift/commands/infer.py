@@ -1,0 +1,185 @@
+"""`swift infer`: talk to a model, or answer a file of rows.
+
+With rows (`--val_dataset`) it is a batch job; without, a conversation on standard input.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swift.commands.precheck import precheck
+from swift.config import InferConfig, build_config, to_flat
+from swift.core.errors import UsageError
+from swift.core.logging import get_logger, rank, world_size
+
+if TYPE_CHECKING:
+    from swift.inference.batch import BatchReport
+    from swift.inference.loading import Prepared
+
+log = get_logger("infer")
+
+INTERRUPTED = 130  # exit code, as shells use it for Ctrl-C
+
+
+def infer(config: InferConfig | None = None, **flags: Any) -> list[dict[str, Any]]:
+    """Answer rows, or talk on the terminal when there are none.
+
+    Args:
+        config: the whole configuration; or give settings by name:
+            `infer(model="smollm2", val_dataset=["questions.jsonl"])`.
+
+    Returns:
+        The result of every row, in order; empty after a conversation.
+
+    Raises:
+        SwiftError: with what was wrong, where, and what to do.
+        KeyboardInterrupt: Ctrl-C ended a batch job; the same call continues it.
+    """
+    config = config if config is not None else build_config(InferConfig, flags)
+    precheck(config)
+    if not _has_rows(config):
+        _talk(config)
+        return []
+    report = _answer(config)
+    if report.interrupted:
+        raise KeyboardInterrupt
+    with report.path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def main(config: InferConfig) -> int:
+    """The command's entry: 0; 1 when no row could be answered; 130 when Ctrl-C ended a batch job."""
+    if not _has_rows(config):
+        return _talk(config)
+    report = _answer(config)
+    if rank() > 0:
+        return INTERRUPTED if report.interrupted else 0
+    _say(report, config)
+    if report.interrupted:
+        return INTERRUPTED
+    return 1 if report.num_rows and not report.statuses["ok"] else 0
+
+
+def _has_rows(config: InferConfig) -> bool:
+    if config.infer.load_data_args and not config.data.val_dataset:
+        raise UsageError(
+            "the checkpoint names no evaluation file (--val_dataset)",
+            where="--load_data_args",
+            fix="--val_dataset FILE",
+        )
+    return bool(config.data.val_dataset or config.data.dataset)
+
+
+def _talk(config: InferConfig) -> int:
+    """A conversation on standard input."""
+    if world_size() > 1:
+        raise UsageError(
+            f"a conversation needs one process, and there are {world_size()}",
+            where="NPROC_PER_NODE",
+            fix="unset NPROC_PER_NODE, or answer a file with --val_dataset",
+        )
+    from swift.inference.chat import Chat
+    from swift.inference.loading import prepare
+    from swift.inference.terminal import Terminal
+
+    terminal = Terminal()
+    prepared = prepare(config)
+    _notices(prepared)
+    system = prepared.encoder.system
+    if system:  # the conversation holds it, so that /system can change it
+        prepared.encoder.system = None
+    return Chat(prepared.load(), config.generation, terminal, system=system).run()
+
+
+def _answer(config: InferConfig) -> BatchReport:
+    """A batch job, begun or continued."""
+    from swift.inference.batch import BatchJob
+    from swift.inference.inputs import Inputs
+    from swift.inference.loading import prepare
+    from swift.inference.results import Share
+
+    if config.generation.stream:
+        raise UsageError("a batch job can't stream", where="--stream", fix="leave --stream out with --val_dataset")
+    inputs = Inputs(config.data)
+    prepared = prepare(config)
+    _notices(prepared)
+    settings = {**inputs.fingerprint, **prepared.identity(), **asdict(config.generation)}
+    settings.pop("stream")
+    share = Share(rank(), world_size())
+    path = _result_path(prepared, settings, share.size)
+    if rank() == 0:
+        log.info("%d rows -> %s", inputs.num_rows, path)
+    job = BatchJob(
+        encoder=prepared.encoder,
+        load_engine=prepared.load,
+        generation=config.generation,
+        inputs=inputs,
+        settings=settings,
+        path=path,
+        resume=config.infer.resume,
+        share=share,
+    )
+    return job.run()
+
+
+def _result_path(prepared: Prepared, settings: dict[str, Any], num_processes: int) -> Path:
+    """The file asked for; else, in the checkpoint or the current folder, an unfinished one of this job or a new one."""
+    from swift.config.saved import find_saved
+    from swift.inference.results import unfinished_results
+
+    run = prepared.config.infer
+    if run.result_path:
+        return Path(run.result_path).expanduser()
+    checkpoint = prepared.adapter or (prepared.base if find_saved(prepared.base) else None)
+    folder = (checkpoint or Path.cwd()) / "infer_result"
+    if num_processes > 1:  # all processes have to find the same name by themselves
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        return folder / f"{digest[:16]}.jsonl"
+    if run.resume and (unfinished := unfinished_results(folder, settings)):
+        return unfinished
+    return folder / f"{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
+
+
+def _notices(prepared: Prepared) -> None:
+    """Say once what the chat encoding found out."""
+    if rank() == 0:
+        for notice in prepared.encoder.notices:
+            log.info(notice)
+
+
+def _say(report: BatchReport, config: InferConfig) -> None:
+    """How the job ended, and what to type next."""
+    if report.resumed:
+        log.info("%d rows were answered by an earlier start", report.resumed)
+    answered = ", ".join(f"{count} {status}" for status, count in sorted(report.statuses.items(), reverse=True))
+    if report.interrupted:
+        log.info("stopped after %d of %d rows; to go on:", sum(report.statuses.values()), report.num_rows)
+        log.info("  %s", resume_command(config, report.path))
+        return
+    log.info("%d rows: %s -> %s", report.num_rows, answered, report.path)
+    if report.statuses["error"]:
+        log.info('the rows without an answer have "status": "error" and say why')
+
+
+def resume_command(config: InferConfig, path: Path) -> str:
+    """The command line that continues this job."""
+    defaults = to_flat(InferConfig())
+    flags = {name: value for name, value in to_flat(config).items() if value != defaults[name]}
+    flags["result_path"] = str(path)
+    flags.pop("resume", None)
+    words = ["swift", "infer"]
+    for name, value in flags.items():
+        words.append(f"--{name}")
+        if isinstance(value, list):
+            words += [str(item) for item in value]
+        elif isinstance(value, dict):
+            words.append(json.dumps(value, ensure_ascii=False))
+        else:
+            words.append(str(value).lower() if isinstance(value, bool) else str(value))
+    return shlex.join(words)

@@ -1,0 +1,203 @@
+"""From settings to an engine: which base model, which adapter, whose tokenizer and template, where and how precise.
+
+In two steps, since the first one is cheap: `prepare` finds the folders and reads the tokenizer, which is enough to know
+what a result file belongs to; `Prepared.load` reads the weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swift.config import InferConfig, build_config, load_config, to_flat
+from swift.config.saved import find_saved
+from swift.core.devices import Device, detect_device
+from swift.core.errors import UsageError
+from swift.core.logging import get_logger, local_rank
+from swift.data.encode import ChatEncoder
+from swift.inference.engine import Engine
+from swift.models.adapters import Swift, read_adapter_config
+from swift.models.hub import TOKENIZER_FILES, resolve_model
+from swift.models.loading import load_model, load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+log = get_logger("inference")
+
+_IDENTITY_SUFFIXES = (".json", ".safetensors", ".bin", ".jinja", ".model", ".txt")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything of an engine but the weights.
+
+    Attributes:
+        config: the settings, with the model filled in.
+        base: folder of the base model.
+        adapter: folder of the adapter, if there is one.
+        tokenizer, encoder: as trained, where a checkpoint says so.
+        device, dtype: where the weights go, and as what.
+    """
+
+    config: InferConfig
+    base: Path
+    adapter: Path | None
+    tokenizer: Any
+    encoder: ChatEncoder
+    device: Device
+    dtype: torch.dtype
+
+    def identity(self) -> dict[str, Any]:
+        """What an answer depends on, as plain JSON values: model, adapter, encoding and precision."""
+        return {
+            "model": str(self.base),
+            "model_files": _folder_hash(self.base),
+            "adapter": str(self.adapter) if self.adapter else None,
+            "adapter_files": _folder_hash(self.adapter) if self.adapter else None,
+            "merge_lora": self.config.infer.merge_lora,
+            "encoding": self.encoder.fingerprint(),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "rope_scaling": self.config.model.rope_scaling,
+            "max_model_len": self.config.model.max_model_len,
+        }
+
+    def load(self) -> Engine:
+        """Read the weights and make the engine.
+
+        Raises:
+            ModelError: weights that don't fit, or a merge that changes the answers.
+        """
+        model: Any = load_model(
+            self.base,
+            self.config.model,
+            dtype=self.dtype,
+            attn_implementation=_attention(self.config.model.attn_impl),
+            device=self.device.torch_device,
+            tokenizer=self.tokenizer,
+        )
+        if self.adapter is not None:
+            model = Swift.from_pretrained(model, self.adapter)
+            if self.config.infer.merge_lora:
+                model = Swift.merge_and_unload(model)
+        return Engine(model, self.tokenizer, self.encoder, max_batch_size=self.config.infer.max_batch_size)
+
+
+def load_engine(config: InferConfig) -> Engine:
+    """The engine that `config` describes.
+
+    A checkpoint's adapter names its base model; its tokenizer and chat template win over the base model's, so that the
+    tokens served are the tokens trained. float32 on a CPU and bfloat16 on accelerators that have it, unless
+    `torch_dtype` says otherwise.
+
+    Raises:
+        UsageError: no model, several adapters, or a device that isn't there.
+        ModelError: folders or weights that can't be used, or an adapter of another base model.
+    """
+    return prepare(config).load()
+
+
+def prepare(config: InferConfig) -> Prepared:
+    """The first, cheap step of `load_engine`; the same errors, but for those of the weights."""
+    config = _filled(config)
+    device = choose_device(config.infer.device)
+    adapter = _adapter_folder(config)
+    base = resolve_model(config.model)
+    source = adapter if adapter is not None and _has_tokenizer(adapter) else base
+    tokenizer = load_tokenizer(source, config.model)
+    config = _prefer_saved_template(config, source, tokenizer)
+    encoder = ChatEncoder(tokenizer, config.template)
+    return Prepared(config, base, adapter, tokenizer, encoder, device, choose_dtype(config.model.torch_dtype, device))
+
+
+def choose_device(wanted: str) -> Device:
+    """The device of this process.
+
+    Raises:
+        UsageError: the device asked for isn't there.
+    """
+    device = detect_device(local_rank(), None if wanted == "auto" else wanted)
+    if wanted not in ("auto", device.type):
+        raise UsageError(
+            f"--device {wanted}: torch sees no such device here, only {device.type} ({device.name})",
+            where="--device",
+            fix="--device auto, or a torch built for that device; `swift doctor` shows what there is",
+        )
+    return device
+
+
+def choose_dtype(wanted: str | None, device: Device) -> torch.dtype:
+    """The precision of the weights: as asked; else float32 on a CPU, bfloat16 or float16 on an accelerator."""
+    import torch
+
+    if wanted is not None:
+        return getattr(torch, wanted)
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if device.bf16 else torch.float16
+
+
+def _filled(config: InferConfig) -> InferConfig:
+    """A configuration made in Python may name an adapter only; the checkpoint then says the rest."""
+    model, adapters = config.model.model, config.model.adapters
+    if model is None and not adapters:
+        raise UsageError(
+            "which model?", where="--model", fix="--model FOLDER_OR_ID, or --adapters CHECKPOINT, or --model smollm2"
+        )
+    if model is not None or not config.infer.load_args:
+        return config
+    defaults = to_flat(InferConfig())
+    given = {name: value for name, value in to_flat(config).items() if value != defaults[name]}
+    return build_config(InferConfig, given)
+
+
+def _adapter_folder(config: InferConfig) -> Path | None:
+    adapters = config.model.adapters
+    if len(adapters) > 1:
+        raise UsageError(
+            f"{len(adapters)} adapters were given, and one can answer: {' '.join(adapters)}",
+            where="--adapters",
+            fix="give one; to combine several, merge them one after the other with `swift merge-lora`",
+        )
+    if config.infer.merge_lora and not adapters:
+        raise UsageError(
+            "--merge_lora has nothing to merge: there is no adapter", where="--merge_lora", fix="add --adapters"
+        )
+    if not adapters:
+        return None
+    folder = Path(adapters[0]).expanduser()
+    read_adapter_config(folder)
+    return folder
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def _prefer_saved_template(config: InferConfig, source: Path, tokenizer: Any) -> InferConfig:
+    """A checkpoint's tokenizer carries the template it was trained with; the file it once came from may be gone."""
+    wanted = config.template.template
+    if wanted is None or not tokenizer.chat_template or find_saved(source) is None:
+        return config
+    if load_config(InferConfig, source).template.template != wanted:
+        return config  # the user asks for another one
+    return replace(config, template=replace(config.template, template=None))
+
+
+def _attention(wanted: str) -> str:
+    """The attention implementation for generating: batches are padded, so nothing is laid end to end."""
+    if wanted == "varlen":
+        raise UsageError(
+            "--attn_impl varlen is for training on concatenated examples", where="--attn_impl", fix="leave it out"
+        )
+    return "sdpa" if wanted == "auto" else wanted
+
+
+def _folder_hash(folder: Path) -> str:
+    """Names, sizes and times of a model's files: cheap, and changes when the folder is written again."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in _IDENTITY_SUFFIXES and path.is_file())
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]

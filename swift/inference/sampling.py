@@ -1,0 +1,227 @@
+"""How the next token is chosen: the settings in force, and a sampler whose draws don't depend on the batch.
+
+A row's random numbers come from its own generator, seeded by the row. So the same prompt with the same seed gets the
+same answer whichever rows it is batched with, and a job that was killed and resumed gives the answers of one that
+was not. `generate` of transformers draws from one generator for the whole batch, which can't promise that; here it
+runs its greedy loop, and `RowSampler` leaves it exactly one candidate per row.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from transformers import LogitsProcessor, StoppingCriteria
+
+from swift.config.inference import GenerationConfig
+from swift.core.errors import NumericsError, UsageError
+from swift.inference.decoding import find_stop
+
+DEFAULT_NEW_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The settings of one generation, with every default filled in.
+
+    Attributes:
+        max_new_tokens: most tokens of an answer.
+        temperature: 0 is greedy.
+        top_p: share of probability kept; 1 is off.
+        top_k: candidates kept; 0 is off.
+        min_p: candidates below this share of the likeliest are dropped; 0 is off.
+        repetition_penalty: 1 is off.
+        num_beams: 1 is no beam search.
+        stop_words: texts that end an answer.
+        seed: seed of sampling.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    num_beams: int
+    stop_words: tuple[str, ...]
+    seed: int
+
+
+def resolve_sampling(config: GenerationConfig, defaults: Any) -> Sampling:
+    """Fill what the user left open from the model's own `generation_config`.
+
+    A model that samples by default (`do_sample`) keeps its temperature, top_p, top_k and min_p; other models are
+    greedy, unless the user gives a temperature, top_p or top_k.
+
+    Args:
+        config: the user's settings.
+        defaults: a transformers `GenerationConfig`.
+    Raises:
+        UsageError: a value is out of range, or beam search is combined with sampling.
+    """
+    _check(config)
+    model_samples = bool(getattr(defaults, "do_sample", None)) and config.num_beams == 1
+    user_samples = config.temperature is None and (config.top_p is not None or config.top_k is not None)
+
+    def pick(name: str, off: float) -> float:
+        value = getattr(config, name, None)
+        if value is None and model_samples:
+            value = getattr(defaults, name, None)
+        return off if value is None else value
+
+    temperature = pick("temperature", 1.0 if model_samples or user_samples else 0.0)
+    if config.num_beams > 1 and temperature > 0:
+        raise UsageError(
+            f"--num_beams {config.num_beams} searches, it doesn't sample, but --temperature, --top_p or --top_k is set",
+            where="--num_beams",
+            fix="leave out --num_beams to sample, or the sampling flags to search",
+        )
+    penalty = config.repetition_penalty
+    if penalty is None:
+        penalty = getattr(defaults, "repetition_penalty", None) or 1.0
+    return Sampling(
+        max_new_tokens=config.max_new_tokens or DEFAULT_NEW_TOKENS,
+        temperature=float(temperature),
+        top_p=float(pick("top_p", 1.0)),
+        top_k=max(0, int(pick("top_k", 0))),
+        min_p=float(pick("min_p", 0.0)),
+        repetition_penalty=float(penalty),
+        num_beams=config.num_beams,
+        stop_words=tuple(word for word in config.stop_words if word),
+        seed=config.seed,
+    )
+
+
+def _check(config: GenerationConfig) -> None:
+    limits = [
+        ("max_new_tokens", config.max_new_tokens, lambda v: v >= 1, "at least 1"),
+        ("temperature", config.temperature, lambda v: v >= 0, "0 (greedy) or above"),
+        ("top_p", config.top_p, lambda v: 0 < v <= 1, "above 0 and at most 1"),
+        ("top_k", config.top_k, lambda v: v >= -1, "1 or above; 0 or -1 switch it off"),
+        ("repetition_penalty", config.repetition_penalty, lambda v: v > 0, "above 0; 1 switches it off"),
+        ("num_beams", config.num_beams, lambda v: v >= 1, "at least 1"),
+    ]
+    for name, value, valid, wanted in limits:
+        if value is not None and not valid(value):
+            raise UsageError(f"--{name} {value} is not possible", where=f"--{name}", fix=f"give a value {wanted}")
+
+
+class RowSampler(LogitsProcessor):
+    """Samples one token per row and leaves it as the only candidate.
+
+    Args:
+        sampling: temperature above 0; top_k, top_p and min_p are applied in this order.
+        seeds: one per row, [batch].
+    """
+
+    def __init__(self, sampling: Sampling, seeds: Sequence[int]) -> None:
+        self._sampling = sampling
+        self._draws = [random.Random(f"{sampling.seed}/{seed}") for seed in seeds]
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Scores in and out: [batch, vocab] float32."""
+        values, tokens = self._candidates(scores / self._sampling.temperature)
+        probs = values.softmax(dim=-1)
+        if self._sampling.top_p < 1:  # sorted: drop what comes after the share is full
+            probs = probs * (probs.cumsum(dim=-1) - probs < self._sampling.top_p)
+        if self._sampling.min_p > 0:
+            probs = probs * (probs >= self._sampling.min_p * probs.amax(dim=-1, keepdim=True))
+        cumulative = probs.cumsum(dim=-1)
+        draws = torch.tensor([draw.random() for draw in self._draws], dtype=probs.dtype, device=probs.device)
+        # the first candidate whose cumulative probability exceeds the draw; never one of probability 0
+        place = torch.searchsorted(cumulative, draws[:, None] * cumulative[:, -1:], right=True)
+        place = torch.minimum(place, (probs > 0).cumsum(dim=-1).argmax(dim=-1, keepdim=True))
+        chosen = place if tokens is None else tokens.gather(-1, place)
+        only = torch.full_like(scores, -torch.inf).scatter_(-1, chosen, 0.0)
+        return cast(torch.FloatTensor, only)
+
+    def _candidates(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scores of the candidates [batch, k], likeliest first where it matters, and their ids (None: all)."""
+        if 0 < self._sampling.top_k < scores.shape[-1]:
+            return scores.topk(self._sampling.top_k, dim=-1)
+        if self._sampling.top_p < 1:
+            return scores.sort(dim=-1, descending=True)
+        return scores, None
+
+
+class FiniteCheck(LogitsProcessor):
+    """Stops generation when the model's scores are NaN: argmax over NaN would answer with nonsense."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Scores pass unchanged, [batch, vocab]."""
+        if bool(torch.isnan(scores).any()):
+            raise NumericsError(
+                "the model's scores are NaN while generating",
+                fix="with float16, use --torch_dtype bfloat16 or float32; otherwise the weights hold NaN: "
+                "take an earlier checkpoint",
+            )
+        return scores
+
+
+class LogprobRecorder(LogitsProcessor):
+    """Keeps the log-probability of each chosen token, without keeping the scores of all steps.
+
+    As a processor (before `RowSampler`) it sees the scores a token is chosen from: the distribution before
+    temperature, top_p and top_k. `LogprobWatcher` sees, right after, which one was chosen.
+    """
+
+    def __init__(self) -> None:
+        self._logprobs: torch.Tensor | None = None
+        self._steps: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Scores pass unchanged, [batch, vocab]."""
+        self._logprobs = scores.log_softmax(dim=-1)
+        return scores
+
+    def record(self, chosen: torch.Tensor) -> None:
+        """Take the tokens chosen from the last scores, [batch]."""
+        if self._logprobs is not None:
+            self._steps.append(self._logprobs.gather(-1, chosen[:, None]))
+
+    def rows(self) -> list[list[float]]:
+        """Log-probabilities per row, one per step."""
+        return torch.cat(self._steps, dim=-1).tolist() if self._steps else []
+
+
+class LogprobWatcher(StoppingCriteria):
+    """Hands each chosen token to a `LogprobRecorder`; stops nothing."""
+
+    def __init__(self, recorder: LogprobRecorder) -> None:
+        self._recorder = recorder
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        """`input_ids` [batch, seq] → [batch] of False."""
+        self._recorder.record(input_ids[:, -1])
+        return cast(torch.BoolTensor, torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device))
+
+
+class TextStop(StoppingCriteria):
+    """Ends a row when its answer contains a stop word, and all rows when the caller cancels.
+
+    It looks at the last tokens only: a stop word of n bytes is spelt by n tokens at most, plus the rest of a
+    character that began before it.
+    """
+
+    def __init__(self, decode_rows: Any, stop_words: Sequence[str], prompt_tokens: int, cancelled: Any = None) -> None:
+        self._decode_rows = decode_rows
+        self._words = list(stop_words)
+        self._prompt_tokens = prompt_tokens
+        self._tail = max((len(word.encode()) for word in stop_words), default=0) + 4
+        self._cancelled = cancelled
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        """`input_ids` [batch, seq] → [batch], True where the row is done."""
+        rows = input_ids.shape[0]
+        if self._cancelled is not None and self._cancelled.is_set():
+            done = [True] * rows
+        elif self._words:
+            start = max(self._prompt_tokens, input_ids.shape[1] - self._tail)
+            texts = self._decode_rows(input_ids[:, start:].tolist())
+            done = [find_stop(text, self._words) is not None for text in texts]
+        else:
+            done = [False] * rows
+        return cast(torch.BoolTensor, torch.tensor(done, dtype=torch.bool, device=input_ids.device))
