@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -19,18 +19,13 @@ from swift.core.errors import DataError, UsageError, did_you_mean
 from swift.core.files import write_atomic
 from swift.core.version import __version__
 from swift.data.ledger import SOFT_REASONS, Ledger, SourceTally
-from swift.data.pipeline import Chunk, ChunkResult, Encoder, Task, chunked, run_chunks
-from swift.data.readers import FileTally, RawRow, count_raw, parse_raw, read_raw
-from swift.data.rows import Row, RowProblem, RowRef
-from swift.data.selfcog import Identity, fill_identity, identity_from
-from swift.data.shapes import RowOptions, normalise_row
-from swift.data.sources import DataFile, Source, parse_source
+from swift.data.pipeline import Chunk, ChunkResult, Encoder, Task, run_chunks
+from swift.data.rows import RowRef
+from swift.data.selection import TRAIN, VALIDATION, data_rng, iter_rows, open_source, row_options
+from swift.data.sources import Source, resolve_sources
 from swift.data.token_store import TokenDataset
 
 __all__ = ["Prepared", "TokenDataset", "data_fingerprint", "iter_rows", "load_prepared", "prepare_datasets"]
-
-_TRAIN, _VALIDATION = "train", "validation"
-_SPLIT_KEY = 2  # which random stream: 0 train sources, 1 validation sources, 2 the split
 
 
 @dataclass
@@ -52,9 +47,9 @@ class Prepared:
     def save(self, folder: Path) -> None:
         """Write everything to a folder, for `load_prepared`; the last file written marks it complete."""
         (folder / "prepared.json").unlink(missing_ok=True)
-        self.train.save(folder / _TRAIN)
+        self.train.save(folder / TRAIN)
         if self.val is not None:
-            self.val.save(folder / _VALIDATION)
+            self.val.save(folder / VALIDATION)
         meta = {"fingerprint": self.fingerprint, "validation": self.val is not None, "ledger": self.ledger.summary()}
         write_atomic(folder / "prepared.json", json.dumps(meta, ensure_ascii=False))
 
@@ -77,8 +72,8 @@ def load_prepared(folder: Path, fingerprint: str) -> Prepared:
             where=str(folder),
             fix="delete the folder; it is made again",
         )
-    val = TokenDataset.load(folder / _VALIDATION) if meta["validation"] else None
-    return Prepared(TokenDataset.load(folder / _TRAIN), val, Ledger.restore(meta["ledger"]), fingerprint)
+    val = TokenDataset.load(folder / VALIDATION) if meta["validation"] else None
+    return Prepared(TokenDataset.load(folder / TRAIN), val, Ledger.restore(meta["ledger"]), fingerprint)
 
 
 def prepare_datasets(
@@ -97,22 +92,21 @@ def prepare_datasets(
         DataError: a bad row (or too many), or nothing to train on, with the cause.
         UsageError: an argument that can't be meant.
     """
-    sources = _resolve(data)
+    sources, val_sources = resolve_sources(data)
     ledger = Ledger(
         run_dir / "ledger.jsonl" if run_dir else None,
         strict=data.strict,
         max_bad_rows=data.max_bad_rows,
-        too_long_stops=template.truncation_strategy == "raise",
     )
-    builder = _Builder(data, encoder, ledger, _seed(data, seed))
+    builder = _Builder(data, encoder, ledger, seed)
     try:
-        train = builder.build(_TRAIN, sources[_TRAIN], template)
-        val = builder.build(_VALIDATION, sources[_VALIDATION], template) if sources[_VALIDATION] else None
+        train = builder.build(TRAIN, sources, template)
+        val = builder.build(VALIDATION, val_sources, template) if val_sources else None
         ledger.check_share()
         _check_columns(data, builder.columns)
         if data.split_dataset_ratio > 0:
             train, val = builder.split(train)
-        datasets = {_TRAIN: train.dataset, **({_VALIDATION: val.dataset} if val else {})}
+        datasets = {TRAIN: train.dataset, **({VALIDATION: val.dataset} if val else {})}
         for name, dataset in datasets.items():
             ledger.totals[name] = {
                 "examples": len(dataset),
@@ -130,114 +124,12 @@ def data_fingerprint(data: DataConfig, template: TemplateConfig, encoder: Encode
     settings = asdict(data)
     settings.pop("dataset_num_proc")  # changes the time only
     files = []
-    for group in _resolve(data).values():
-        for source in group:
-            for file in source.files:
-                stat = file.path.stat()
-                files.append([str(file.path.resolve()), file.part, stat.st_size, stat.st_mtime_ns])
+    for source in chain(*resolve_sources(data)):
+        for file in source.files:
+            stat = file.path.stat()
+            files.append([str(file.path.resolve()), file.part, stat.st_size, stat.st_mtime_ns])
     parts = [__version__, settings, asdict(template), encoder.fingerprint(), seed, files]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def iter_rows(
-    datasets: list[str], data: DataConfig, *, need_answer: bool = False, seed: int = 42
-) -> Iterator[tuple[RowRef, Row | RowProblem]]:
-    """Each row of these dataset arguments in order, or what is wrong with it; `#n` as in training."""
-    options = _options(data, need_answer)
-    for number, text in enumerate(datasets):
-        source = parse_source(text)
-        identity = _identity(data) if source.self_cognition else None
-        rng = np.random.default_rng([_seed(data, seed), 0, number])
-        choice = _choose(source, data.dataset_shuffle, rng)
-        found: list[tuple[RowRef, Row | RowProblem]] = []
-        for chunk in _chunks(source, choice, SourceTally("", text), [], identity):
-            for line, raw in chunk.rows:
-                item = (ref := RowRef(chunk.file, line), _row_or_problem(raw, ref, options, identity))
-                yield item
-                if source.count:
-                    found.append(item)
-        if source.count:
-            for index in choice.repetitions(len(found), rng):
-                yield found[index]
-
-
-def _row_or_problem(
-    raw: bytes | dict | RowProblem, ref: RowRef, options: RowOptions, identity: Identity | None
-) -> Row | RowProblem:
-    try:
-        row, _ = normalise_row(parse_raw(raw), ref, options)
-        if identity:
-            fill_identity(row, identity)
-    except RowProblem as problem:
-        return problem
-    return row
-
-
-# --- choosing rows ---
-
-
-@dataclass
-class Choice:
-    """Which rows of a source count.
-
-    Attributes:
-        ordinals: row numbers (from 0, over all files) to take; None for all.
-        limit: take this many from the beginning; None for all.
-        count: rows wanted in all; None for as many as there are.
-        shuffle: whether the incomplete last repetition is drawn at random.
-    """
-
-    ordinals: frozenset[int] | None = None
-    limit: int | None = None
-    count: int | None = None
-    shuffle: bool = False
-
-    def repetitions(self, read: int, rng: np.random.Generator) -> list[int]:
-        """Row numbers to add after the first pass, when more rows are wanted than the `read` there are."""
-        if self.count is None or read == 0 or self.count <= read:
-            return []
-        times, rest = divmod(self.count, read)
-        chosen = sorted(rng.choice(read, rest, replace=False).tolist()) if self.shuffle else list(range(rest))
-        return list(range(read)) * (times - 1) + chosen
-
-
-def _choose(source: Source, shuffle: bool, rng: np.random.Generator) -> Choice:
-    if source.count is None:
-        return Choice()
-    if not shuffle:
-        return Choice(limit=source.count, count=source.count)
-    total = sum(count_raw(file) for file in source.files)
-    if source.count >= total:
-        return Choice(count=source.count, shuffle=True)
-    return Choice(frozenset(rng.choice(total, source.count, replace=False).tolist()), count=source.count, shuffle=True)
-
-
-def _chunks(
-    source: Source, choice: Choice, tally: SourceTally, notes: list[str], identity: Identity | None
-) -> Iterator[Chunk]:
-    """The chosen rows of a source's files; blank lines and notes are collected on the way."""
-    ordinal = 0
-
-    def chosen(rows: Iterator[RawRow]) -> Iterator[RawRow]:
-        nonlocal ordinal
-        for row in rows:
-            if choice.limit is not None and ordinal >= choice.limit:
-                return
-            if choice.ordinals is None or ordinal in choice.ordinals:
-                yield row
-            ordinal += 1
-
-    for file in source.files:
-        if choice.limit is not None and ordinal >= choice.limit:
-            return
-        seen = FileTally()
-        yield from chunked(chosen(read_raw(file, seen)), _name(file), identity=identity)
-        tally.blank += seen.blank
-        notes.extend(seen.notes)
-
-
-def _name(file: DataFile) -> str:
-    return str(file.path)
 
 
 # --- building ---
@@ -271,7 +163,7 @@ class _Builder:
 
     def __init__(self, data: DataConfig, encoder: Encoder, ledger: Ledger, seed: int) -> None:
         self.data = data
-        self.task = Task(_options(data, need_answer=True), encoder)
+        self.task = Task(row_options(data, need_answer=True), encoder)
         self.ledger = ledger
         self.seed = seed
         self.columns: set[str] = set()
@@ -280,7 +172,7 @@ class _Builder:
         """All sources of a split, one after another."""
         collected = _Collected()
         for number, source in enumerate(sources):
-            rng = np.random.default_rng([self.seed, int(split == _VALIDATION), number])
+            rng = data_rng(self.data, self.seed, int(split == VALIDATION), number)
             self._add(split, source, rng, collected)
         refs = (np.asarray(collected.file_ids), np.asarray(collected.lines), list(collected.files))
         if not collected.lengths:
@@ -293,20 +185,16 @@ class _Builder:
 
     def _add(self, split: str, source: Source, rng: np.random.Generator, collected: _Collected) -> None:
         tally = self.ledger.begin(split, source.text)
-        for note in source.notes:
-            self.ledger.note(note)
-        identity = _identity(self.data) if source.self_cognition else None
-        choice = _choose(source, self.data.dataset_shuffle, rng)
-        notes: list[str] = []
-        chunks = _chunks(source, choice, tally, notes, identity)
+        reading = open_source(source, self.data, rng)
         first, row_base = len(collected.lengths), collected.rows
-        for chunk, result in run_chunks(chunks, self.task, self.data.dataset_num_proc):
+        for chunk, result in run_chunks(reading.chunks(), self.task, self.data.dataset_num_proc):
             self._take(chunk, result, tally, collected)
-        for note in notes:
+        tally.blank = reading.blank
+        for note in reading.notes:
             self.ledger.note(note)
         last = len(collected.lengths)
         collected.order.extend(range(first, last))
-        again = choice.repetitions(collected.rows - row_base, rng)
+        again = reading.choice.repetitions(collected.rows - row_base, rng)
         if again:
             tally.repeated = len(again)
             examples_of: dict[int, list[int]] = {}
@@ -332,6 +220,9 @@ class _Builder:
         tally.tokens += len(result.input_ids)
         tally.trained_tokens += int(np.count_nonzero(result.loss_weights))
         tally.unused.update(result.unused)
+        self.ledger.encoding.update(result.encoding)
+        for notice in result.notices:
+            self.ledger.note(notice)
         self.columns |= result.columns
         collected.ids.append(result.input_ids)
         collected.weights.append(result.loss_weights)
@@ -347,7 +238,7 @@ class _Builder:
                 fix="give more rows, a smaller ratio, or a --val_dataset",
             )
         if self.data.dataset_shuffle:
-            rng = np.random.default_rng([self.seed, _SPLIT_KEY])
+            rng = data_rng(self.data, self.seed, 2)
             aside = rng.choice(rows, wanted, replace=False)
         else:
             aside = rows[-wanted:]
@@ -370,7 +261,7 @@ def _nothing_left(split: str, ledger: Ledger, template: TemplateConfig) -> DataE
     dropped = sum((tally.dropped for tally in tallies[1:]), tallies[0].dropped.copy())
     reason, count = dropped.most_common(1)[0]
     where = ", ".join(tally.source for tally in tallies)
-    what = f"no row is left for {'training' if split == _TRAIN else 'evaluation'}: "
+    what = f"no row is left for {'training' if split == TRAIN else 'evaluation'}: "
     if reason == "too_long":
         shortest = f" (the shortest has {ledger.shortest_too_long} tokens)" if ledger.shortest_too_long else ""
         return DataError(
@@ -388,29 +279,6 @@ def _nothing_left(split: str, ledger: Ledger, template: TemplateConfig) -> DataE
     return DataError(f"{what}{count} of {read} rows were dropped as {reason}", where=str(ref), fix=message)
 
 
-def _resolve(data: DataConfig) -> dict[str, list[Source]]:
-    """The sources of both splits; refuses what can't be meant."""
-    if not data.dataset:
-        raise UsageError("no data was given", where="--dataset", fix="--dataset FILE.jsonl (or `self-cognition`)")
-    if not 0 <= data.split_dataset_ratio < 1:
-        raise UsageError(
-            f"--split_dataset_ratio {data.split_dataset_ratio:g} is not a share",
-            where="--split_dataset_ratio",
-            fix="a number from 0 up to (not including) 1, such as 0.05",
-        )
-    if data.val_dataset and data.split_dataset_ratio > 0:
-        raise UsageError(
-            "--val_dataset and --split_dataset_ratio both give evaluation rows", fix="leave out one of them"
-        )
-    sources = {
-        _TRAIN: [parse_source(text) for text in data.dataset],
-        _VALIDATION: [parse_source(text) for text in data.val_dataset],
-    }
-    if any(source.self_cognition for group in sources.values() for source in group):
-        _identity(data)
-    return sources
-
-
 def _check_columns(data: DataConfig, seen: set[str]) -> None:
     for name in data.columns or {}:
         if name not in seen:
@@ -419,15 +287,3 @@ def _check_columns(data: DataConfig, seen: set[str]) -> None:
                 where="--columns",
                 fix=" ".join(filter(None, [did_you_mean(name, seen), "columns: " + ", ".join(sorted(seen))])),
             )
-
-
-def _options(data: DataConfig, need_answer: bool) -> RowOptions:
-    return RowOptions(tuple((data.columns or {}).items()), not data.disable_auto_column_mapping, need_answer)
-
-
-def _identity(data: DataConfig) -> Identity:
-    return identity_from(data.model_name, data.model_author)
-
-
-def _seed(data: DataConfig, seed: int) -> int:
-    return seed if data.data_seed is None else data.data_seed

@@ -20,6 +20,13 @@ from swift.data.rows import RowProblem, RowRef
 # these rows are well formed; the limits the user set leave no room for them
 SOFT_REASONS = frozenset({"too_long", "masked_by_truncation"})
 _EXAMPLES_PER_REASON = 3
+# what the encoder counts, in words
+_ENCODING_REMARKS = {
+    "own_examples": "answers made examples of their own, since the template shows them differently in the history",
+    "masked_turns": "answers not trained, since the template shows them differently in the history",
+    "merged_borders": "answers whose first token is partly prompt and is not trained",
+    "special_text": "rows whose messages contain the text of special tokens",
+}
 
 
 @dataclass
@@ -69,21 +76,18 @@ class Ledger:
         path: where `ledger.jsonl` goes; None keeps counts and the first examples of each reason only.
         strict: stop at the first bad row.
         max_bad_rows: with `strict` false, bad rows allowed: a share of the rows read below 1, a number from 1 on.
-        too_long_stops: whether a row over max_length stops the run (truncation_strategy raise).
     """
 
-    def __init__(
-        self, path: Path | None = None, *, strict: bool = True, max_bad_rows: float = 0.01, too_long_stops: bool = False
-    ) -> None:
+    def __init__(self, path: Path | None = None, *, strict: bool = True, max_bad_rows: float = 0.01) -> None:
         self.sources: list[SourceTally] = []
         self.notes: list[str] = []
         self.problems: dict[str, list[tuple[RowRef, str]]] = {}
         self.shortest_too_long: int | None = None
         self.totals: dict[str, dict[str, int]] = {}
+        self.encoding: Counter[str] = Counter()
         self._path = path
         self._strict = strict
         self._max_bad_rows = max_bad_rows
-        self._too_long_stops = too_long_stops
         self._aside: Path | None = None
         self._file: IO[str] | None = None
         if path is not None:
@@ -116,12 +120,6 @@ class Ledger:
         if problem.reason == "too_long" and problem.tokens is not None:
             self.shortest_too_long = min(problem.tokens, self.shortest_too_long or problem.tokens)
         self._write(tally, ref, "dropped", reason=problem.reason, message=problem.message)
-        if problem.reason == "too_long" and self._too_long_stops:
-            raise DataError(
-                f"row too long: {problem.message}",
-                where=str(ref),
-                fix="raise --max_length, or choose --truncation_strategy delete, right or left",
-            )
         if problem.reason in SOFT_REASONS:
             return
         if self._strict:
@@ -204,6 +202,7 @@ class Ledger:
         return {
             "sources": [tally.as_json() for tally in self.sources],
             "totals": self.totals,
+            "encoding": dict(self.encoding),
             "notes": self.notes,
             "problems": {
                 reason: [{"file": ref.file, "line": ref.line, "message": text} for ref, text in found]
@@ -219,6 +218,7 @@ class Ledger:
             counters = {"dropped": Counter(values["dropped"]), "unused": Counter(values["unused"])}
             ledger.sources.append(SourceTally(**{**values, **counters}))
         ledger.totals = summary["totals"]
+        ledger.encoding = Counter(summary["encoding"])
         ledger.notes = list(summary["notes"])
         ledger.problems = {
             reason: [(RowRef(found["file"], found["line"]), found["message"]) for found in items]
@@ -258,6 +258,7 @@ class Ledger:
                 lines.append(
                     f"{tally.source}: {tally.repeated:,} repetitions, since # asks for more rows than there are"
                 )
+        lines += [f"{_ENCODING_REMARKS.get(name, name)}: {count:,}" for name, count in self.encoding.items() if count]
         return lines + self.notes
 
     def render(self) -> str:

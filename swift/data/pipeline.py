@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -38,19 +38,24 @@ class Encoded(Protocol):
 
 
 class Encoder(Protocol):
-    """What turns a row into examples (`swift.data.encode.ChatEncoder`). Sent to worker processes by pickle."""
+    """What turns rows into examples (`swift.data.encode.ChatEncoder`). Sent to worker processes by pickle.
 
-    def encode(self, row: Row) -> list[Any]: ...
+    `counts` and `notices` say what happened while encoding; each chunk takes its share out of them.
+    """
+
+    counts: Counter[str]
+    notices: list[str]
+
+    def encode_batch(self, rows: Sequence[Row]) -> list[Any]: ...
     def fingerprint(self) -> str: ...
 
 
 @dataclass
 class Chunk:
-    """Neighbouring rows of one file; `tag` is for the caller."""
+    """Neighbouring rows of one file, and the names to fill in when they are self-cognition rows."""
 
     file: str
     rows: list[RawRow]
-    tag: Any = None
     identity: Identity | None = None
 
 
@@ -84,6 +89,8 @@ class ChunkResult:
     loss_weights: np.ndarray
     unused: Counter[str]
     columns: set[str]
+    encoding: Counter[str]
+    notices: list[str]
 
 
 @dataclass
@@ -96,43 +103,56 @@ class Task:
 
     def run(self, chunk: Chunk) -> ChunkResult:
         """Parse, normalise and encode a chunk."""
-        unused: Counter[str] = Counter()
-        columns: set[str] = set()
-        results: list[RowResult] = []
+        result = ChunkResult([], np.empty(0, np.int32), np.empty(0, np.float32), Counter(), set(), Counter(), [])
+        rows: list[Row] = []
+        good: list[RowResult] = []
+        for line, raw in chunk.rows:
+            fate = RowResult(line)
+            result.rows.append(fate)
+            try:
+                rows.append(self._read(chunk, line, raw, fate, result))
+                good.append(fate)
+            except RowProblem as problem:
+                fate.problem = problem
+        if self.encoder:
+            self._encode(self.encoder, rows, good, result)
+        return result
+
+    def _read(self, chunk: Chunk, line: int, raw: Any, fate: RowResult, result: ChunkResult) -> Row:
+        record = parse_raw(raw)
+        result.columns.update(record)
+        row, unused = normalise_row(record, RowRef(chunk.file, line), self.options)
+        if chunk.identity:
+            fill_identity(row, chunk.identity)
+            unused.discard("tag")
+        result.unused.update(unused)
+        if self.facts:
+            fate.facts = _facts(row)
+        return row
+
+    def _encode(self, encoder: Encoder, rows: list[Row], fates: list[RowResult], result: ChunkResult) -> None:
         ids: list[np.ndarray] = []
         weights: list[np.ndarray] = []
-        for line, raw in chunk.rows:
-            result = RowResult(line)
+        for fate, outcome in zip(fates, encoder.encode_batch(rows), strict=True):
             try:
-                record = parse_raw(raw)
-                columns.update(record)
-                row, extra = normalise_row(record, RowRef(chunk.file, line), self.options)
-                if chunk.identity:
-                    fill_identity(row, chunk.identity)
-                    extra.discard("tag")
-                unused.update(extra)
-                if self.facts:
-                    result.facts = _facts(row)
-                if self.encoder:
-                    for example in _examples(self.encoder.encode(row)):
-                        ids.append(example.input_ids)
-                        weights.append(example.loss_weights)
-                        result.lengths.append(len(example.input_ids))
-                        result.truncated += example.truncated
+                for example in _examples(outcome):
+                    ids.append(example.input_ids)
+                    weights.append(example.loss_weights)
+                    fate.lengths.append(len(example.input_ids))
+                    fate.truncated += example.truncated
             except RowProblem as problem:
-                result.problem = problem
-            results.append(result)
-        return ChunkResult(
-            results,
-            np.concatenate([np.empty(0, np.int32), *ids]),
-            np.concatenate([np.empty(0, np.float32), *weights]),
-            unused,
-            columns,
-        )
+                fate.problem = problem
+        result.input_ids = np.concatenate([result.input_ids, *ids])
+        result.loss_weights = np.concatenate([result.loss_weights, *weights])
+        result.encoding.update(encoder.counts)
+        result.notices.extend(encoder.notices)
+        encoder.counts.clear()
 
 
-def _examples(encoded: list[Encoded]) -> list[Encoded]:
+def _examples(encoded: list[Encoded] | RowProblem) -> list[Encoded]:
     """The examples that have something to train on; a row that has none is a problem."""
+    if isinstance(encoded, RowProblem):
+        raise encoded
     useful = [example for example in encoded if example.loss_weights.any()]
     if useful:
         return useful
@@ -157,7 +177,7 @@ def _facts(row: Row) -> RowFacts:
     )
 
 
-def chunked(rows: Iterable[RawRow], file: str, tag: Any = None, identity: Identity | None = None) -> Iterator[Chunk]:
+def chunked(rows: Iterable[RawRow], file: str, identity: Identity | None = None) -> Iterator[Chunk]:
     """Group a file's rows; a chunk ends at `CHUNK_ROWS` rows or `CHUNK_BYTES` bytes."""
     piece: list[RawRow] = []
     size = 0
@@ -165,10 +185,10 @@ def chunked(rows: Iterable[RawRow], file: str, tag: Any = None, identity: Identi
         piece.append(row)
         size += len(row[1]) if isinstance(row[1], bytes) else 512
         if len(piece) >= CHUNK_ROWS or size >= CHUNK_BYTES:
-            yield Chunk(file, piece, tag, identity)
+            yield Chunk(file, piece, identity)
             piece, size = [], 0
     if piece:
-        yield Chunk(file, piece, tag, identity)
+        yield Chunk(file, piece, identity)
 
 
 def run_chunks(chunks: Iterable[Chunk], task: Task, num_proc: int) -> Iterator[tuple[Chunk, ChunkResult]]:
@@ -214,4 +234,4 @@ def _start_worker(task: Task) -> None:
 
 def _work(chunk: Chunk) -> ChunkResult:
     assert _task is not None
-    return _task.run(Chunk(chunk.file, chunk.rows, None, chunk.identity))
+    return _task.run(chunk)

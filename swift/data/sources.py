@@ -12,7 +12,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from swift.core.errors import DataError, UsageError, did_you_mean
+from swift.config.data import DataConfig
+from swift.core.errors import DataError, SwiftError, UsageError, did_you_mean
+from swift.data.selfcog import identity_from
 
 FORMATS = {
     ".jsonl": "jsonl",
@@ -79,6 +81,34 @@ def format_of(path: Path) -> str:
     )
 
 
+def resolve_sources(data: DataConfig) -> tuple[list[Source], list[Source]]:
+    """The sources of `--dataset` and of `--val_dataset`.
+
+    Raises:
+        UsageError, DataError: an argument that can't be meant, naming its flag.
+    """
+    if not data.dataset:
+        raise UsageError("no data was given", where="--dataset", fix="--dataset FILE.jsonl (or `self-cognition`)")
+    if data.val_dataset and data.split_dataset_ratio > 0:
+        raise UsageError(
+            "--val_dataset and --split_dataset_ratio both give evaluation rows", fix="leave out one of them"
+        )
+    train = [_at_flag("--dataset", text) for text in data.dataset]
+    validation = [_at_flag("--val_dataset", text) for text in data.val_dataset]
+    if any(source.self_cognition for source in (*train, *validation)):
+        identity_from(data.model_name, data.model_author)
+    return train, validation
+
+
+def _at_flag(flag: str, text: str) -> Source:
+    try:
+        return parse_source(text)
+    except SwiftError as error:
+        if error.where:
+            raise
+        raise type(error)(error.message, where=f"{flag} {text}", fix=error.fix) from error
+
+
 def is_data_file(path: Path) -> bool:
     """Whether the ending is one that can be read; hidden files and files that start with `_` aren't data."""
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
@@ -100,7 +130,7 @@ def parse_source(text: str) -> Source:
     location, subset = _split_subset(path)
     notes: list[str] = []
     if location is None:
-        raise _not_found(text, path)
+        raise _not_found(path)
     files = _files(location, subset, notes)
     return Source(text, tuple(files), count, notes=tuple(notes))
 
@@ -118,7 +148,6 @@ def _split_count(text: str) -> tuple[str, int | None]:
     if _exists(path) or path in SELF_COGNITION or re.fullmatch(r"-?[\d_.]*", number):
         raise UsageError(
             f"{number!r} is not a number of rows",
-            where=f"--dataset {text}",
             fix=f"write {path}#1000 for 1000 rows, or {path} for all",
         )
     return text, None
@@ -229,7 +258,7 @@ def _formats_fix() -> str:
     return f"data files end in {', '.join(FORMATS)} (also with .gz or .zst)"
 
 
-def _not_found(text: str, path: str) -> DataError:
+def _not_found(path: str) -> DataError:
     folder = Path(path).expanduser().parent
     near = ""
     if folder.is_dir():
@@ -240,12 +269,10 @@ def _not_found(text: str, path: str) -> DataError:
     if looks_remote and not near:
         return DataError(
             f"there is no file or folder {path!r}, and datasets are read from local files only",
-            where=f"--dataset {text}",
             fix="download it first and give the folder",
         )
     known = did_you_mean(path, SELF_COGNITION)
     return DataError(
         f"there is no file or folder {path!r}",
-        where=f"--dataset {text}",
         fix=near or known or f"check the path; it is taken from {Path.cwd()}",
     )

@@ -1,0 +1,138 @@
+"""Which rows of a dataset argument count, in what order, and how often.
+
+`#n` takes n rows: a sample drawn with the seed (in file order) or, without shuffling, the first n; above the number of
+rows it repeats them. Everything is read in one stream; sampling counts the rows beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from swift.config.data import DataConfig
+from swift.data.pipeline import Chunk, chunked
+from swift.data.readers import FileTally, RawRow, count_raw, parse_raw, read_raw
+from swift.data.rows import Row, RowProblem, RowRef
+from swift.data.selfcog import Identity, fill_identity, identity_from
+from swift.data.shapes import RowOptions, normalise_row
+from swift.data.sources import Source, parse_source
+
+TRAIN, VALIDATION = "train", "validation"
+
+
+@dataclass
+class Choice:
+    """Which rows of a source count.
+
+    Attributes:
+        ordinals: row numbers (from 0, over all files) to take; None for all.
+        limit: take this many from the beginning; None for all.
+        count: rows wanted in all; None for as many as there are.
+        shuffle: whether the incomplete last repetition is drawn at random.
+    """
+
+    ordinals: frozenset[int] | None = None
+    limit: int | None = None
+    count: int | None = None
+    shuffle: bool = False
+
+    def repetitions(self, read: int, rng: np.random.Generator) -> list[int]:
+        """Row numbers to add after the first pass, when more rows are wanted than the `read` there are."""
+        if self.count is None or read == 0 or self.count <= read:
+            return []
+        times, rest = divmod(self.count, read)
+        chosen = sorted(rng.choice(read, rest, replace=False).tolist()) if self.shuffle else list(range(rest))
+        return list(range(read)) * (times - 1) + chosen
+
+
+def choose(source: Source, shuffle: bool, rng: np.random.Generator) -> Choice:
+    """The rows that `#n` asks for."""
+    if source.count is None:
+        return Choice()
+    if not shuffle:
+        return Choice(limit=source.count, count=source.count)
+    total = sum(count_raw(file) for file in source.files)
+    if source.count >= total:
+        return Choice(count=source.count, shuffle=True)
+    return Choice(frozenset(rng.choice(total, source.count, replace=False).tolist()), count=source.count, shuffle=True)
+
+
+@dataclass
+class SourceReading:
+    """One pass over the chosen rows of a source: `chunks` gives them; blank lines and notes add up on the way."""
+
+    source: Source
+    choice: Choice
+    identity: Identity | None = None
+    blank: int = 0
+    notes: list[str] = field(default_factory=list)
+    _ordinal: int = 0
+
+    def chunks(self) -> Iterator[Chunk]:
+        """The rows, in order, grouped for the pipeline."""
+        for file in self.source.files:
+            if self.choice.limit is not None and self._ordinal >= self.choice.limit:
+                return
+            tally = FileTally()
+            yield from chunked(self._chosen(read_raw(file, tally)), str(file.path), self.identity)
+            self.blank += tally.blank
+            self.notes += tally.notes
+
+    def _chosen(self, rows: Iterator[RawRow]) -> Iterator[RawRow]:
+        choice = self.choice
+        for row in rows:
+            if choice.limit is not None and self._ordinal >= choice.limit:
+                return
+            if choice.ordinals is None or self._ordinal in choice.ordinals:
+                yield row
+            self._ordinal += 1
+
+
+def open_source(source: Source, data: DataConfig, rng: np.random.Generator) -> SourceReading:
+    """Start reading a source as `data` says."""
+    identity = identity_from(data.model_name, data.model_author) if source.self_cognition else None
+    return SourceReading(source, choose(source, data.dataset_shuffle, rng), identity, notes=list(source.notes))
+
+
+def row_options(data: DataConfig, *, need_answer: bool) -> RowOptions:
+    """How rows are read under these settings."""
+    return RowOptions(tuple((data.columns or {}).items()), not data.disable_auto_column_mapping, need_answer)
+
+
+def data_rng(data: DataConfig, seed: int, *path: int) -> np.random.Generator:
+    """The random stream at `path`: (0, n) for the n-th training source, (1, n) for evaluation, (2,) for the split."""
+    return np.random.default_rng([seed if data.data_seed is None else data.data_seed, *path])
+
+
+def iter_rows(
+    datasets: list[str], data: DataConfig, *, need_answer: bool = False, seed: int = 42
+) -> Iterator[tuple[RowRef, Row | RowProblem]]:
+    """Each row of these dataset arguments in order, or what is wrong with it; `#n` as in training."""
+    options = row_options(data, need_answer=need_answer)
+    for number, text in enumerate(datasets):
+        rng = data_rng(data, seed, 0, number)
+        reading = open_source(parse_source(text), data, rng)
+        found: list[tuple[RowRef, Row | RowProblem]] = []
+        for chunk in reading.chunks():
+            for line, raw in chunk.rows:
+                ref = RowRef(chunk.file, line)
+                item = (ref, _row_or_problem(raw, ref, options, reading.identity))
+                yield item
+                if reading.choice.count is not None:
+                    found.append(item)
+        for index in reading.choice.repetitions(len(found), rng):
+            yield found[index]
+
+
+def _row_or_problem(
+    raw: bytes | dict | RowProblem, ref: RowRef, options: RowOptions, identity: Identity | None
+) -> Row | RowProblem:
+    try:
+        row, _ = normalise_row(parse_raw(raw), ref, options)
+        if identity:
+            fill_identity(row, identity)
+    except RowProblem as problem:
+        return problem
+    return row
