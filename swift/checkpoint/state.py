@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from swift.core.errors import CheckpointError
@@ -23,6 +23,7 @@ class RunState:
         data_fingerprint: identifies rows, encoding and order; a resumed run must have the same.
         layout: settings that decide which units share a step, to tell an exact resume from another one.
         world_size: number of processes that wrote the checkpoint.
+        window: sums since the last logged line.
     """
 
     step: int = 0
@@ -36,6 +37,7 @@ class RunState:
     data_fingerprint: str = ""
     layout: str = ""
     world_size: int = 1
+    window: dict[str, list[float]] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

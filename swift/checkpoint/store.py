@@ -8,7 +8,6 @@ unfinished folder under another name, which the next save removes. A file change
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import zlib
@@ -240,4 +239,4 @@ def link(run_dir: Path, name: str, target: Path) -> None:
     aside = run_dir / f".{name}.link"
     aside.unlink(missing_ok=True)
     aside.symlink_to(target.name)
-    os.replace(aside, run_dir / name)
+    aside.replace(run_dir / name)

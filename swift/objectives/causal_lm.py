@@ -9,7 +9,7 @@ import torch
 
 from swift.config.training import ObjectiveConfig
 from swift.models.head import OutputHead
-from swift.objectives.linear_cross_entropy import TokenLoss, linear_cross_entropy
+from swift.objectives.linear_cross_entropy import PLAIN, TokenLoss, linear_cross_entropy
 
 
 class Targets(Protocol):
@@ -43,7 +43,7 @@ class LossTerms:
 class CausalLM:
     """Cross-entropy of the next token, weighted per token; label smoothing and DFT are options."""
 
-    options: TokenLoss = TokenLoss()
+    options: TokenLoss = PLAIN
     chunk: int = 0
 
     def __call__(self, hidden: torch.Tensor, head: OutputHead, batch: Targets) -> LossTerms:
@@ -62,7 +62,7 @@ class CausalLM:
 
     def evaluation(self) -> CausalLM:
         """The plain likelihood, for evaluation whatever is trained."""
-        return CausalLM(TokenLoss(), self.chunk)
+        return CausalLM(PLAIN, self.chunk)
 
 
 def build_objective(config: ObjectiveConfig) -> CausalLM:

@@ -1,8 +1,8 @@
 """Cross-entropy of a linear head without ever holding the logits of all tokens.
 
-The head is applied to a chunk of tokens at a time; the chunk's loss and its gradients with respect to the hidden states,
-the matrix and the bias are taken at once, in the forward pass, and the logits are forgotten. The backward pass only
-multiplies by the incoming gradient. The arithmetic is the exact one; memory is one chunk of logits.
+The head is applied to a chunk of tokens at a time; the chunk's loss and its gradients with respect to the hidden
+states, the matrix and the bias are taken at once, in the forward pass, and the logits are forgotten. The backward pass
+only multiplies by the incoming gradient. The arithmetic is the exact one; memory is one chunk of logits.
 
 With logits z = cap * tanh(scale * (W h + b) / cap), p = softmax(z), target y, smoothing e over V classes and weight w:
 
@@ -27,6 +27,9 @@ class TokenLoss(NamedTuple):
 
     smoothing: float = 0.0
     dft: bool = False
+
+
+PLAIN = TokenLoss()
 
 
 class LossSums(NamedTuple):
@@ -139,7 +142,7 @@ def linear_cross_entropy(
     head: OutputHead,
     targets: torch.Tensor,
     weights: torch.Tensor,
-    options: TokenLoss = TokenLoss(),
+    options: TokenLoss = PLAIN,
     *,
     chunk: int = 0,
 ) -> LossSums:
@@ -147,7 +150,7 @@ def linear_cross_entropy(
 
     Args:
         hidden: [tokens, hidden], the states that predict.
-        head: how states become logits; a plain linear head is fused, any other is called chunk by chunk under recompute.
+        head: how states become logits; a plain linear head is fused, any other is recomputed chunk by chunk.
         targets: int64 [tokens]; weights: [tokens].
         chunk: tokens per chunk; 0 chooses by vocabulary size.
 

@@ -67,9 +67,7 @@ def parameter_groups(
 @OPTIMIZERS.register("adamw")
 @OPTIMIZERS.register("adamw_torch_fused")
 def _fused_adamw(config: OptimizerConfig, groups: list[Group]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        groups, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon, fused=True
-    )
+    return torch.optim.AdamW(groups, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon, fused=True)
 
 
 @OPTIMIZERS.register("adamw_torch")

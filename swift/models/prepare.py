@@ -1,0 +1,103 @@
+"""Make a loaded model ready for the training loop: attention path, recompute, compilation."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from swift.core.errors import ModelError, UsageError
+from swift.models.attention import VARLEN, prove_varlen, varlen_unsupported_reason
+from swift.models.head import find_decoder
+
+
+def choose_attention(
+    model: PreTrainedModel, wanted: str, *, padding_free: bool | None, packing: bool
+) -> tuple[bool, list[str]]:
+    """Set the model's attention implementation; say whether examples can be laid end to end.
+
+    Args:
+        wanted: `--attn_impl`; `auto` takes `varlen` where examples are concatenated, else sdpa.
+        padding_free: the user's choice, or None for "wherever the model allows".
+
+    Returns:
+        whether micro-batches are padding-free, and notes for the user.
+
+    Raises:
+        UsageError: packing or padding-free batches were asked for and can't be had with this model or attention.
+        ModelError: the model failed the proof that concatenated examples are separate ones.
+    """
+    reason = varlen_unsupported_reason(model)
+    if wanted not in ("auto", VARLEN, "flash_attention_2"):
+        reason = f"--attn_impl {wanted} attends across examples"
+    asked = "--packing" if packing else "--padding_free" if padding_free else None
+    if reason and asked:
+        raise UsageError(
+            f"{asked} true is not possible with {type(model).__name__}: {reason}",
+            where=asked,
+            fix=f"leave {asked} out: batches of like length are padded instead",
+        )
+    concatenate = (packing or padding_free is not False) and reason is None
+    if not concatenate:
+        model.set_attn_implementation(wanted if wanted not in ("auto", VARLEN) else _own(model))
+        return False, [f"batches are padded: {reason}"] if reason else []
+    model.set_attn_implementation(wanted if wanted == "flash_attention_2" else VARLEN)
+    if wanted == "flash_attention_2":
+        return True, []
+    try:
+        prove_varlen(model, find_decoder(model))
+    except ModelError as error:
+        if asked:
+            raise
+        model.set_attn_implementation(_own(model))
+        return False, [f"batches are padded: {error.message}"]
+    return True, []
+
+
+def _own(model: PreTrainedModel) -> str:
+    return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+
+
+def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
+    """The list of a decoder's layers: its largest `ModuleList` that isn't inside another."""
+    lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
+    if not lists:
+        raise ModelError(f"{type(decoder).__name__} has no list of layers", fix="leave --torch_compile out")
+    return max(lists, key=len)
+
+
+def compile_layers(decoder: nn.Module) -> None:
+    """Compile each layer for any number of tokens: one graph serves all layers and all batch shapes."""
+    for layer in decoder_layers(decoder):
+        layer.compile(dynamic=True)
+
+
+def enable_checkpointing(model: PreTrainedModel) -> None:
+    """Recompute activations in the backward pass."""
+    if not model.supports_gradient_checkpointing:
+        raise ModelError(
+            f"{type(model).__name__} can't recompute activations", fix="use --gradient_checkpointing false"
+        )
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def fix_ends(model: PreTrainedModel, stop_token_ids: list[int]) -> None:
+    """Let generation stop at the ends the template trains: a base model tuned on chats would else never stop."""
+    known = model.generation_config.eos_token_id
+    known = [] if known is None else [known] if isinstance(known, int) else list(known)
+    ends = list(dict.fromkeys([*stop_token_ids, *known]))
+    if ends:
+        model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+    if model.generation_config.pad_token_id is None and ends:
+        model.generation_config.pad_token_id = ends[0]
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators."""
+    import random
+
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

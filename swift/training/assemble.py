@@ -1,0 +1,337 @@
+"""Build the parts of a training run from its configuration."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from swift.config import save_config
+from swift.config.commands import SftConfig
+from swift.core.errors import CheckpointError
+from swift.core.files import human_bytes
+from swift.data.dataset import Prepared, TokenDataset, load_prepared, prepare_datasets
+from swift.data.encode import ChatEncoder
+from swift.data.loader import TrainLoader
+from swift.models.adapters import save_adapter
+from swift.models.head import OutputHead, find_decoder, find_head, prove_head
+from swift.models.loading import load_model, load_tokenizer, resolve_model
+from swift.models.memory import decide_checkpointing, estimate_memory, free_memory_bytes
+from swift.models.prepare import choose_attention, compile_layers, enable_checkpointing, fix_ends, seed_everything
+from swift.models.tuners import (
+    adapter_regularizer,
+    adapter_step_callback,
+    apply_tuner,
+    set_total_steps,
+    trainable_summary,
+)
+from swift.objectives import build_objective
+from swift.objectives.linear_cross_entropy import chunk_rows
+from swift.optim import build_optimizer, build_schedule
+from swift.training.module import TrainModule, decoder_owner
+from swift.training.plan import DataIdentity, build_layout, total_steps
+from swift.training.saver import RunSaver
+from swift.training.session import Session, model_label
+from swift.training.trainer import Callback, Trainer, TrainerParts
+
+
+@dataclass
+class Data:
+    """Tokenizer, encoding and encoded rows."""
+
+    model_path: Path
+    tokenizer: PreTrainedTokenizerBase
+    encoder: ChatEncoder
+    train: TokenDataset
+    val: TokenDataset | None
+    prepared: Prepared
+
+
+@dataclass
+class Model:
+    """A model ready to train.
+
+    Attributes:
+        whole: the model with its adapters; causal_lm: the Hugging Face model inside.
+        padding_free: whether it takes examples laid end to end.
+    """
+
+    whole: nn.Module
+    causal_lm: PreTrainedModel
+    decoder: nn.Module
+    head: OutputHead
+    padding_free: bool
+    trainable: dict[str, Any]
+
+
+def build_data(config: SftConfig, session: Session) -> Data:
+    """Resolve the model's folder, load its tokenizer, encode the rows (once per node; other ranks map the result)."""
+    group = session.group
+    model_path = group.from_main(lambda: resolve_model(config.model))
+    tokenizer = load_tokenizer(model_path, config.model)
+    encoder = ChatEncoder(tokenizer, config.template)
+    prepared = _prepare_once(config, session, encoder)
+    if session.group.main:
+        session.monitor.event("data", prepared.ledger.render(), ledger=prepared.ledger.summary())
+    return Data(model_path, tokenizer, encoder, prepared.train, prepared.val, prepared)
+
+
+def _prepare_once(config: SftConfig, session: Session, encoder: ChatEncoder) -> Prepared:
+    """Rank 0 reads and encodes; the other ranks map what it wrote, so rows are tokenised once."""
+    group, cache = session.group, session.run_dir / ".tokens"
+
+    def prepare() -> Prepared:
+        return prepare_datasets(config.data, config.template, encoder, seed=data_seed(config), run_dir=session.run_dir)
+
+    if group.world_size == 1:
+        return prepare()
+    mine: list[Prepared] = []
+
+    def prepare_and_save() -> str:
+        mine.append(prepare())
+        mine[0].save(cache)
+        return mine[0].fingerprint
+
+    fingerprint = group.from_main(prepare_and_save)
+    prepared = mine[0] if group.main else load_prepared(cache, fingerprint)
+    group.barrier()
+    if group.main:  # mapped files stay readable after their names are gone
+        shutil.rmtree(cache)
+    return prepared
+
+
+def data_seed(config: SftConfig) -> int:
+    """Seed of sampling, splitting and order."""
+    return config.training.seed if config.data.data_seed is None else config.data.data_seed
+
+
+def build_model(config: SftConfig, session: Session, data: Data) -> Model:
+    """Load, adapt, and choose how it attends; prove that head and attention mean what the model means."""
+    dtype = torch.float32 if config.tuner.tuner_type == "full" else session.precision.compute
+    causal_lm = load_model(
+        data.model_path, config.model, dtype=dtype, device=session.device.torch_device, tokenizer=data.tokenizer
+    )
+    decoder, head = find_decoder(causal_lm), find_head(causal_lm)
+    prove_head(causal_lm, decoder, head)
+    padding_free, notes = choose_attention(
+        causal_lm,
+        config.model.attn_impl,
+        padding_free=config.batching.padding_free,
+        packing=config.batching.packing,
+    )
+    session.notes += notes
+    fix_ends(causal_lm, data.encoder.stop_token_ids())
+    seed_everything(config.training.seed)  # adapters start from the same numbers whatever was drawn before
+    whole = apply_tuner(causal_lm, config.tuner, adapters=config.model.adapters)
+    for parameter in whole.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+    head = find_head(decoder_owner(whole))
+    return Model(whole, decoder_owner(whole), decoder, head, padding_free, trainable_summary(whole))
+
+
+def build_trainer(config: SftConfig, session: Session, data: Data, model: Model) -> Trainer:
+    """Objective, optimizer, schedule, loader and saver; then the position of a resumed run."""
+    group = session.group
+    layout = build_layout(
+        config,
+        world_size=group.world_size,
+        padding_free=model.padding_free,
+        pad_token_id=int(data.tokenizer.pad_token_id or 0),
+    )
+    seed = data_seed(config)
+    loader = TrainLoader(data.train, layout, seed=seed, rank=group.rank, world_size=group.world_size)
+    _save_memory(config, session, data, model, loader)
+    objective = build_objective(config.objective)
+    module = TrainModule(
+        model.whole,
+        decoder=model.decoder,
+        head=model.head,
+        objective=objective,
+        evaluation=objective.evaluation(),
+        neftune_alpha=config.objective.neftune_noise_alpha,
+    )
+    steps = total_steps(config, loader)
+    set_total_steps(model.whole, steps)
+    saver = build_saver(config, session, data, model)
+    if session.resumed is not None:
+        saver.load_trained(session.resumed.path)
+    optimizer = build_optimizer(
+        model.whole,
+        config.optimizer,
+        tuner_type=config.tuner.tuner_type,
+        lorap_lr_ratio=config.tuner.lorap_lr_ratio,
+    )
+    identity = DataIdentity.of(data.train.digest(), layout, seed)
+    _check_identity(session, identity)
+    session.state.data_fingerprint, session.state.layout = identity.rows, identity.order
+    step_callback = adapter_step_callback(model.whole)
+    parts = TrainerParts(
+        module=module,
+        optimizer=optimizer,
+        schedule=build_schedule(config.optimizer, steps),
+        loader=loader,
+        group=group,
+        monitor=session.monitor,
+        precision=session.precision,
+        saver=saver,
+        run_dir=session.run_dir,
+        training=config.training,
+        checkpoint=config.checkpoint,
+        evaluation=config.eval,
+        logging_steps=config.monitor.logging_steps,
+        total_steps=steps,
+        eval_examples=data.val,
+        eval_tokens_per_batch=_eval_tokens(config),
+        regularizer=adapter_regularizer(model.whole),
+        callbacks=[AfterStep(step_callback)] if step_callback else [],
+    )
+    trainer = Trainer(parts, session.state)
+    seed_everything(config.training.seed + 1 + group.rank)  # dropout differs between ranks
+    if session.continues and session.resumed is not None:
+        saver.resume(session.resumed.path, trainer)
+    if group.main:
+        save_config(config, session.run_dir)
+    session.monitor.start(_plan(config, session, data, model, trainer))
+    return trainer
+
+
+class AfterStep(Callback):
+    """Runs something after each optimizer step, while the gradients are still there (AdaLoRA's rank allocation)."""
+
+    def __init__(self, run: Callable[[int], None]) -> None:
+        self.run = run
+
+    def after_phase(self, trainer: Trainer, phase: str) -> None:
+        if phase == "step":
+            self.run(trainer.state.step)
+
+
+def _save_memory(config: SftConfig, session: Session, data: Data, model: Model, loader: TrainLoader) -> None:
+    """Decide on recompute from an estimate; compile if asked to."""
+    largest = _largest_micro_batch(loader)
+    estimate = estimate_memory(
+        model.whole,
+        model.causal_lm.config,
+        tokens=largest,
+        dtype=session.precision.compute,
+        logits_rows=chunk_rows(model.causal_lm.config.get_text_config().vocab_size, config.objective.loss_chunk_size),
+    )
+    on, words = decide_checkpointing(
+        config.training.gradient_checkpointing,
+        estimate,
+        free_memory_bytes(session.device),
+        processes=session.group.world_size if session.device.type == "cpu" else 1,
+    )
+    session.notes.append(words)
+    if on:
+        enable_checkpointing(model.causal_lm)
+    if config.training.torch_compile:
+        compile_layers(model.decoder)
+
+
+def _largest_micro_batch(loader: TrainLoader) -> int:
+    """Tokens of the largest micro-batch that can come, padding included."""
+    layout, lengths = loader.layout, loader.examples.lengths
+    size = layout.units_per_micro_batch
+    if layout.packing_length:
+        return size * layout.packing_length
+    longest = sorted(lengths.tolist(), reverse=True)[:size]
+    return sum(longest) if layout.padding_free else size * longest[0]
+
+
+def _eval_tokens(config: SftConfig) -> int:
+    size = config.eval.per_device_eval_batch_size or config.training.per_device_train_batch_size
+    return max(1, size) * config.template.max_length
+
+
+def _check_identity(session: Session, identity: DataIdentity) -> None:
+    """A resumed run must see the rows, and the order, that the first one would have seen."""
+    state = session.state
+    if not session.continues:
+        return
+    wrong = []
+    if state.data_fingerprint != identity.rows:
+        wrong.append("the encoded rows differ (other files, template, max_length or columns)")
+    if state.layout != identity.order:
+        wrong.append("their order differs (seed, packing, shuffling or grouping)")
+    if wrong:
+        raise CheckpointError(
+            "this run would not go on with the data that the checkpoint stopped at: " + "; ".join(wrong),
+            where=str(session.resumed.path) if session.resumed else None,
+            fix="give the settings the run was started with, or take only the weights with --resume_only_model true",
+        )
+    if state.world_size != session.group.world_size:
+        session.notes.append(
+            f"{session.group.world_size} processes go on where {state.world_size} stopped: the same rows per step, "
+            "but not bit for bit the same numbers"
+        )
+
+
+def build_saver(config: SftConfig, session: Session, data: Data, model: Model) -> RunSaver:
+    """What a checkpoint of this run consists of."""
+    full = config.tuner.tuner_type == "full"
+    compute = session.precision.compute
+
+    def write_public(folder: Path) -> None:
+        if full:
+            state = {name: tensor.to(compute) for name, tensor in model.causal_lm.state_dict().items()}
+            model.causal_lm.config.dtype = compute
+            model.causal_lm.save_pretrained(str(folder), state_dict=state)
+        else:
+            save_adapter(model.whole, folder)
+            model.causal_lm.generation_config.save_pretrained(str(folder))
+        data.tokenizer.save_pretrained(str(folder))
+        if data.encoder.template is not None:
+            (folder / "chat_template.jinja").write_text(data.encoder.template)
+        save_config(config, folder)
+
+    def load_public(folder: Path) -> None:
+        fresh = load_model(folder, config.model, dtype=torch.float32, tokenizer=data.tokenizer)
+        model.causal_lm.load_state_dict(fresh.state_dict())
+
+    return RunSaver(
+        model=model.whole,
+        run_dir=session.run_dir,
+        write_public=write_public,
+        load_public=load_public,
+        trained_is_public=full and compute == torch.float32,
+        keep=config.checkpoint.save_total_limit,
+        only_model=config.checkpoint.save_only_model,
+        links=config.checkpoint.create_checkpoint_symlink,
+    )
+
+
+def _plan(config: SftConfig, session: Session, data: Data, model: Model, trainer: Trainer) -> dict[str, Any]:
+    """What is shown and recorded when the run starts."""
+    loader, group = trainer.parts.loader, session.group
+    layout = loader.layout
+    unit = f"rows of {layout.packing_length} tokens" if layout.packing_length else "examples"
+    batch = f"{loader.global_units} {unit} a step"
+    shares = [f"{layout.units_per_micro_batch} x {layout.micro_batches} accumulated"]
+    if group.world_size > 1:
+        shares.append(f"x {group.world_size} processes")
+    how = "packed" if layout.packing_length else "padding-free" if layout.padding_free else "padded"
+    batch += f" ({' '.join(shares)}; {how}, {100 * loader.efficiency(trainer.state.epoch):.1f} % of slots used)"
+    trainable = model.trainable
+    return {
+        "model": model_label(config),
+        "device": session.device.name,
+        "precision": session.precision.name,
+        "trainable": f"{trainable['trainable']:,} of {trainable['total']:,} parameters ({trainable['percent']:.3g} %), "
+        f"{config.tuner.tuner_type}",
+        "examples": len(data.train),
+        "tokens_per_epoch": int(data.train.lengths.sum()),
+        "batch": batch,
+        "total_steps": trainer.parts.total_steps,
+        "steps_per_epoch": loader.steps_in_epoch(trainer.state.epoch),
+        "run_dir": str(session.run_dir),
+        "memory": human_bytes(session.device.memory_bytes),
+        "notes": session.notes,
+    }

@@ -1,0 +1,101 @@
+"""The model and its objective as one module: a micro-batch in, loss terms out.
+
+Wrapping both in one `forward` is what lets data-parallel wrappers see every use of every parameter. The decoder runs on
+all tokens; the head only where a token is predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from swift.data.loader import Batch
+from swift.models.attention import segment_arguments
+from swift.models.head import OutputHead
+from swift.objectives import LossTerms
+
+Objective = Callable[[torch.Tensor, OutputHead, Batch], LossTerms]
+
+
+class TrainModule(nn.Module):
+    """Decoder, head and objective of one causal language model.
+
+    Args:
+        model: the whole model, adapters included; its parameters are the module's.
+        decoder: the part of it that ends in hidden states; `head`: how they become logits.
+        objective: what is minimised when training; `evaluation`: what is measured when not.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        decoder: nn.Module,
+        head: OutputHead,
+        objective: Objective,
+        evaluation: Objective,
+        neftune_alpha: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._decoder = [decoder]  # in lists, so that they aren't registered a second time
+        self._head = head
+        self._objective = objective
+        self._evaluation = evaluation
+        self._lengths: torch.Tensor | None = None
+        causal_lm = decoder_owner(model)
+        config = causal_lm.config.get_text_config()
+        self._needs_lengths = (
+            getattr(config, "sliding_window", None) is not None or next(model.parameters()).device.type != "cpu"
+        )
+        if neftune_alpha:
+            self._add_neftune(causal_lm.get_input_embeddings(), neftune_alpha)
+
+    def forward(self, batch: Batch) -> LossTerms:
+        """Loss terms of one micro-batch; the plain evaluation objective outside of training mode."""
+        arguments: dict[str, Any] = {}
+        if batch.borders is not None:
+            arguments = segment_arguments(batch.borders, batch.input_ids.device, lengths=self._needs_lengths)
+            self._lengths = torch.tensor([end - start for start, end in pairwise(batch.borders)])
+        else:
+            arguments["attention_mask"] = batch.attention_mask
+            self._lengths = batch.attention_mask.sum(1) if batch.attention_mask is not None else None
+        hidden = self._decoder[0](
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **arguments
+        ).last_hidden_state
+        predicting = hidden.flatten(0, 1)[batch.target_index]
+        objective = self._objective if self.training else self._evaluation
+        return objective(predicting, self._head, batch)
+
+    def _add_neftune(self, embedding: nn.Module, alpha: float) -> None:
+        """Uniform noise of magnitude alpha / sqrt(length * width) on embeddings (NEFTune, arXiv 2310.05914, alg. 1).
+
+        The length is the example's own, so neither padding nor packing changes the noise's size.
+        """
+
+        def add_noise(_: nn.Module, __: tuple, output: torch.Tensor) -> torch.Tensor:
+            if not self.training or self._lengths is None:
+                return output
+            rows, tokens, width = output.shape
+            lengths = self._lengths.to(output.device)
+            if rows == 1 and len(lengths) != 1:
+                per_token = lengths.repeat_interleave(lengths)[None, :, None]
+            else:
+                per_token = lengths[:, None, None].expand(rows, tokens, 1)
+            magnitude = alpha / torch.sqrt(per_token.to(output.dtype) * width)
+            return output + torch.empty_like(output).uniform_(-1, 1) * magnitude
+
+        embedding.register_forward_hook(add_noise)
+
+
+def decoder_owner(model: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model inside an adapter wrapper, or the model itself."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(f"expected a Hugging Face model, got {type(inner).__name__}")
+    return inner

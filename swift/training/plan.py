@@ -1,0 +1,95 @@
+"""What a run will do, worked out before it starts: how many steps, how examples share them, where it writes."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from swift.config.commands import SftConfig
+from swift.core.errors import UsageError
+from swift.data.loader import Layout, TrainLoader
+
+# Examples per optimizer step when the user gives no accumulation.
+DEFAULT_EXAMPLES_PER_STEP = 16
+
+
+def accumulation_steps(config: SftConfig, world_size: int) -> int:
+    """Micro-batches per step and rank: the user's, else enough for 16 examples in all."""
+    if config.training.gradient_accumulation_steps is not None:
+        return config.training.gradient_accumulation_steps
+    return max(1, math.ceil(DEFAULT_EXAMPLES_PER_STEP / (config.training.per_device_train_batch_size * world_size)))
+
+
+def build_layout(config: SftConfig, *, world_size: int, padding_free: bool, pad_token_id: int) -> Layout:
+    """How examples share micro-batches, from the settings and what the model allows."""
+    batching = config.batching
+    packing_length = 0
+    if batching.packing:
+        packing_length = batching.packing_length or config.template.max_length
+        if packing_length < config.template.max_length:
+            raise UsageError(
+                f"rows of {packing_length} tokens can't hold examples of up to {config.template.max_length}",
+                where="--packing_length",
+                fix="make packing_length at least max_length, or lower --max_length",
+            )
+    group = batching.group_by_length
+    return Layout(
+        units_per_micro_batch=config.training.per_device_train_batch_size,
+        micro_batches=accumulation_steps(config, world_size),
+        padding_free=padding_free,
+        packing_length=packing_length,
+        group_by_length=(not padding_free if group is None else group) and not packing_length,
+        shuffle=batching.train_dataloader_shuffle,
+        pad_token_id=pad_token_id,
+    )
+
+
+def total_steps(config: SftConfig, loader: TrainLoader) -> int:
+    """Optimizer steps of the whole run: `max_steps`, else the steps of `num_train_epochs` (a part counts as begun)."""
+    if config.training.max_steps > 0:
+        return config.training.max_steps
+    whole, part = divmod(config.training.num_train_epochs, 1)
+    if not loader.layout.packing_length:
+        steps = int(whole) * loader.steps_in_epoch(0)
+    else:  # another order packs into another number of rows
+        steps = sum(loader.steps_in_epoch(epoch) for epoch in range(int(whole)))
+    if part:
+        steps += math.ceil(part * loader.steps_in_epoch(int(whole)))
+    return max(1, steps)
+
+
+def run_folder(config: SftConfig, model_name: str, resumed_from: Path | None) -> Path:
+    """Where the run writes: the resumed run's folder, else a new `vN-<time>` in output_dir (or output_dir itself)."""
+    if resumed_from is not None and not config.training.resume_only_model:
+        return resumed_from.parent
+    root = Path(config.checkpoint.output_dir or Path("output") / model_name).expanduser()
+    if not config.checkpoint.add_version:
+        return root
+    taken = [
+        int(path.name[1:].partition("-")[0])
+        for path in (root.iterdir() if root.is_dir() else [])
+        if path.name.startswith("v") and path.name[1:].partition("-")[0].isdigit()
+    ]
+    return root / f"v{max(taken, default=-1) + 1}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+@dataclass(frozen=True)
+class DataIdentity:
+    """What must be equal for a resumed run to see the data the first one would have seen."""
+
+    rows: str
+    order: str
+
+    @classmethod
+    def of(cls, dataset_fingerprint: str, layout: Layout, seed: int) -> DataIdentity:
+        """`rows` identifies the encoded examples, `order` which of them share an optimizer step when."""
+        order = (
+            seed,
+            layout.packing_length,
+            layout.shuffle,
+            layout.group_by_length and (layout.units_per_micro_batch * layout.micro_batches),
+        )
+        return cls(dataset_fingerprint, hashlib.sha256(repr(order).encode()).hexdigest()[:16])

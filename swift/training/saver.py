@@ -1,0 +1,194 @@
+"""What a checkpoint of a run consists of, and how a run is put back.
+
+The public part (an adapter in PEFT's format, or a whole model) is for everyone; the private part is what a bit-exact
+continuation needs: every trained tensor in the precision it is trained in, the optimizer, the random generators of each
+rank and the position in the data.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from swift.checkpoint import RunState, load_tensors, prune, save_checkpoint, save_tensors
+from swift.checkpoint.state import FILE_NAME as STATE_FILE
+from swift.checkpoint.store import link
+from swift.core.errors import CheckpointError
+from swift.training.trainer import Trainer
+
+TRAINED_FILE = "trained_state.safetensors"
+OPTIMIZER_FILE = "optimizer.pt"
+RANDOM_FILE = "random_state.pt"
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The state of every generator that training can draw from, as tensors and plain numbers."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    version, internal, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
+        "python": [version, list(internal), gauss],
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put back what `random_state` gave."""
+    torch.set_rng_state(state["torch"])
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every tensor that differs from a freshly built model: trained parameters, and an adapter's own other tensors."""
+    prefixes = tuple(_adapter_prefixes(model))
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    state = model.state_dict()
+    return {name: tensor for name, tensor in state.items() if name in names or any(p in name for p in prefixes)}
+
+
+def _adapter_prefixes(model: nn.Module) -> set[str]:
+    tuner = getattr(model, "base_model", None)
+    prefix = getattr(tuner, "prefix", None)
+    return {prefix} if isinstance(prefix, str) and prefix else set()
+
+
+@dataclass
+class RunSaver:
+    """Writes and reads checkpoints of one run.
+
+    Attributes:
+        model: the whole model, adapters included.
+        write_public: writes adapter or model, tokenizer, chat template and configuration into a folder.
+        trained_is_public: the public part holds the trained tensors exactly (a whole model in fp32), so they aren't
+            written twice.
+        load_public: reads the trained tensors back from the public part of a folder.
+    """
+
+    model: nn.Module
+    run_dir: Path
+    write_public: Callable[[Path], None]
+    load_public: Callable[[Path], None]
+    trained_is_public: bool
+    keep: int | None = None
+    only_model: bool = False
+    links: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def save(self, trainer: Trainer) -> Path | None:
+        """Write `checkpoint-<step>`; every rank calls it, rank 0 writes and gives the path to all."""
+        group, state = trainer.parts.group, trainer.state
+        random_states = group.gather(random_state(trainer.device))
+        path = group.from_main(lambda: self._save(trainer, random_states))
+        trainer.parts.monitor.event("checkpoint", f"saved {path}", path=str(path), step=state.step)
+        return path
+
+    def _save(self, trainer: Trainer, random_states: list[dict[str, Any]]) -> Path:
+        state = trainer.state
+        writers: list[Callable[[Path], None]] = [self.write_public]
+        if not self.only_model:
+            writers.append(lambda folder: self._write_private(folder, trainer, random_states))
+        checkpoint = save_checkpoint(self.run_dir, state.step, writers, needed_bytes=self._needed_bytes(trainer))
+        prune(self.run_dir, self.keep, state.best_step)
+        if self.links:
+            link(self.run_dir, "last", checkpoint.path)
+            if state.best_step is not None and (self.run_dir / f"checkpoint-{state.best_step}").is_dir():
+                link(self.run_dir, "best", self.run_dir / f"checkpoint-{state.best_step}")
+        return checkpoint.path
+
+    def _write_private(self, folder: Path, trainer: Trainer, random_states: list[dict[str, Any]]) -> None:
+        if not self.trained_is_public:
+            save_tensors(folder / TRAINED_FILE, trained_tensors(self.model))
+        scaler = trainer.scaler.state_dict() if trainer.scaler is not None else None
+        torch.save({"optimizer": trainer.parts.optimizer.state_dict(), "scaler": scaler}, folder / OPTIMIZER_FILE)
+        torch.save(random_states, folder / RANDOM_FILE)
+        trainer.state.world_size = trainer.parts.group.world_size
+        (folder / STATE_FILE).write_text(trainer.state.to_json())
+
+    def _needed_bytes(self, trainer: Trainer) -> int:
+        trained = sum(p.numel() * p.element_size() for p in trainer.trained)
+        public = trained if not self.trained_is_public or self._whole_model() else 0
+        whole = sum(p.numel() * p.element_size() for p in self.model.parameters()) if self._whole_model() else public
+        private = 0 if self.only_model else 2 * trained + (0 if self.trained_is_public else trained)
+        return whole + private
+
+    def _whole_model(self) -> bool:
+        return not _adapter_prefixes(self.model)
+
+    def load_trained(self, folder: Path) -> None:
+        """Put the trained tensors of a checkpoint into the model."""
+        if not (folder / TRAINED_FILE).is_file():
+            self.load_public(folder)
+            return
+        tensors = load_tensors(folder / TRAINED_FILE)
+        own = self.model.state_dict()
+        wrong = [n for n in tensors if n not in own or own[n].shape != tensors[n].shape]
+        missing = [n for n in trained_tensors(self.model) if n not in tensors]
+        if wrong or missing:
+            raise CheckpointError(
+                f"the checkpoint's trained tensors don't match this model: {', '.join((wrong + missing)[:4])}"
+                + (" …" if len(wrong + missing) > 4 else ""),
+                where=str(folder),
+                fix="resume with the model and tuner settings that the run was started with",
+            )
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                own[name].copy_(tensor)
+
+    def load_best(self, trainer: Trainer) -> None:
+        """End with the weights of the best evaluation."""
+        best = trainer.state.best_step
+        folder = self.run_dir / f"checkpoint-{best}"
+        if best is None or best == trainer.state.step or not folder.is_dir():
+            return
+        self.load_trained(folder)
+        trainer.parts.monitor.event("best", f"took the weights of {folder.name} back", step=trainer.state.step)
+
+    def resume(self, folder: Path, trainer: Trainer) -> None:
+        """Put optimizer, scaler and random generators back; weights and position were given to the trainer before.
+
+        Raises:
+            CheckpointError: the checkpoint holds no optimizer state, or one of another model.
+        """
+        if not (folder / OPTIMIZER_FILE).is_file():
+            raise CheckpointError(
+                "the checkpoint holds weights only (it was saved with --save_only_model)",
+                where=str(folder),
+                fix="add --resume_only_model true to start new steps from its weights",
+            )
+        saved = torch.load(folder / OPTIMIZER_FILE, weights_only=True)
+        optimizer = trainer.parts.optimizer
+        peaks = [(group["peak_lr"], group["weight_decay"]) for group in optimizer.param_groups]
+        try:
+            optimizer.load_state_dict(saved["optimizer"])
+        except ValueError as error:
+            raise CheckpointError(
+                f"the optimizer state is of another model or tuner: {error}", where=str(folder)
+            ) from error
+        for group, (peak, decay) in zip(optimizer.param_groups, peaks, strict=True):  # today's settings hold
+            group["peak_lr"], group["weight_decay"] = peak, decay
+        if trainer.scaler is not None and saved["scaler"]:
+            trainer.scaler.load_state_dict(saved["scaler"])
+        states = torch.load(folder / RANDOM_FILE, weights_only=True)
+        rank = trainer.parts.group.rank
+        if rank < len(states):
+            set_random_state(states[rank], trainer.device)
+
+
+def read_state(folder: Path) -> RunState:
+    """The position saved in a checkpoint."""
+    return RunState.read(folder)

@@ -1,0 +1,92 @@
+"""The surroundings of a run: processes, device, seeds, the checkpoint it continues, its folder, its monitor."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from swift.checkpoint import Checkpoint, RunState, find_checkpoint, list_checkpoints
+from swift.config.commands import PtConfig, SftConfig
+from swift.core.devices import Device, detect_device
+from swift.core.errors import UsageError
+from swift.core.logging import local_rank
+from swift.distributed import ProcessGroup, start_process_group
+from swift.models.prepare import seed_everything
+from swift.monitor import Monitor, build_monitor
+from swift.training.plan import run_folder
+from swift.training.precision import Precision, choose_precision
+
+
+@dataclass
+class Session:
+    """What every part of a run needs to know of its surroundings.
+
+    Attributes:
+        command: the command's name, for messages.
+        resumed: the checkpoint that is continued (or whose weights are taken), if any.
+        notes: what was decided on the user's behalf; shown when the run starts.
+    """
+
+    command: str
+    group: ProcessGroup
+    device: Device
+    precision: Precision
+    run_dir: Path
+    monitor: Monitor
+    resumed: Checkpoint | None
+    state: RunState
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def continues(self) -> bool:
+        """Whether steps and data go on from the checkpoint (and not only its weights are taken)."""
+        return self.state.step > 0
+
+    def close(self) -> None:
+        self.monitor.close()
+        self.group.close()
+
+
+def model_label(config: SftConfig) -> str:
+    """A short name for folders and headers."""
+    return Path(config.model.model or "model").name
+
+
+def start_session(config: SftConfig) -> Session:
+    """Join the process group, choose device and precision, find what to resume, make the run folder."""
+    device = detect_device(local_rank())
+    precision, notes = choose_precision(config.model.torch_dtype, device)
+    group = start_process_group(device.type)
+    if config.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    seed_everything(config.training.seed)
+    resumed, state, run_dir = group.from_main(lambda: _open_run(config))
+    monitor = build_monitor(config.monitor, run_dir, rank=group.rank)
+    if state.step:
+        monitor.resume_at(state.step)
+    command = "pt" if isinstance(config, PtConfig) else "sft"
+    return Session(command, group, device, precision, run_dir, monitor, resumed, state, notes)
+
+
+def _open_run(config: SftConfig) -> tuple[Checkpoint | None, RunState, Path]:
+    label = model_label(config)
+    resumed, state = None, RunState()
+    if config.training.resume_from_checkpoint:
+        root = Path(config.checkpoint.output_dir or Path("output") / label)
+        resumed = find_checkpoint(config.training.resume_from_checkpoint, root)
+        if not config.training.resume_only_model:
+            state = RunState.read(resumed.path)
+    run_dir = run_folder(config, label, resumed.path if resumed else None)
+    if not state.step and list_checkpoints(run_dir) and not config.checkpoint.overwrite_output_dir:
+        raise UsageError(
+            "the folder holds checkpoints of another run",
+            where=str(run_dir),
+            fix="continue it with --resume_from_checkpoint latest, choose another --output_dir, "
+            "or replace it with --overwrite_output_dir true",
+        )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return resumed, state, run_dir

@@ -1,0 +1,414 @@
+"""The training loop: six named phases a step, in one place.
+
+    forward · backward     for each micro-batch
+    clip                   gradients to a norm; a loss that isn't finite stops here, before any weight changes
+    step                   the optimizer
+    rescale                learning rate (and loss scale) for the next step
+    record                 log, evaluate, save
+
+Every phase is a method of that name, is timed, and is shown to callbacks before and after. The loop knows nothing of
+algorithms, adapters or parallelism: an objective gives (loss sum, weight), the loader gives batches, the process group
+adds numbers up, the saver writes checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from swift.checkpoint import RunState
+from swift.config.training import CheckpointConfig, EvalConfig, TrainingConfig
+from swift.core.errors import NumericsError
+from swift.data.loader import Batch, Examples, TrainLoader
+from swift.distributed import ProcessGroup
+from swift.monitor import Monitor
+from swift.objectives import LossTerms
+from swift.optim.optimizers import set_rate
+from swift.optim.schedules import Schedule
+from swift.training.diagnose import dump_nonfinite, peak_memory_gib
+from swift.training.evaluate import evaluate
+from swift.training.precision import Precision
+from swift.training.stop import StopRequest
+
+PHASES = ("forward", "backward", "clip", "step", "rescale", "record")
+
+
+class Callback:
+    """Sees every phase of every step. Override what you need; `trainer` is the running `Trainer`."""
+
+    def before_phase(self, trainer: Trainer, phase: str) -> None: ...
+
+    def after_phase(self, trainer: Trainer, phase: str) -> None: ...
+
+
+class Saver(Protocol):
+    """Writes a checkpoint of the whole run and tells where."""
+
+    def save(self, trainer: Trainer) -> Path | None: ...
+
+    def load_best(self, trainer: Trainer) -> None: ...
+
+
+@dataclass
+class TrainerParts:
+    """What a trainer is made of; `commands/sft.py` builds them.
+
+    Attributes:
+        module: takes a `Batch`, gives `LossTerms` (see `training/module.py`).
+        regularizer: an additional loss per step, such as AdaLoRA's orthogonality term, or None.
+        run_dir: where the run writes.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    loader: TrainLoader
+    group: ProcessGroup
+    monitor: Monitor
+    precision: Precision
+    saver: Saver
+    run_dir: Path
+    training: TrainingConfig
+    checkpoint: CheckpointConfig
+    evaluation: EvalConfig
+    logging_steps: int
+    total_steps: int
+    eval_examples: Examples | None = None
+    eval_tokens_per_batch: int = 4096
+    regularizer: Callable[[], torch.Tensor] | None = None
+    callbacks: list[Callback] = field(default_factory=list)
+
+
+@dataclass
+class FitResult:
+    """How a run ended.
+
+    Attributes:
+        status: finished, early_stopped or interrupted.
+        metrics: the last logged training metrics and evaluation metrics.
+    """
+
+    status: str
+    state: RunState
+    metrics: dict[str, float]
+    last_checkpoint: Path | None
+    seconds: float
+    tokens_per_second: float
+
+
+def phase(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Time a phase and show it to the callbacks."""
+    name = method.__name__
+
+    @wraps(method)
+    def timed(self: Trainer, *args: Any) -> Any:
+        for callback in self.parts.callbacks:
+            callback.before_phase(self, name)
+        start = time.perf_counter()
+        result = method(self, *args)
+        self.phase_seconds[name] += time.perf_counter() - start
+        for callback in self.parts.callbacks:
+            callback.after_phase(self, name)
+        return result
+
+    return timed
+
+
+class Trainer:
+    """Runs the loop over the parts it is given. `state` is the position; `fit` goes on from there."""
+
+    def __init__(self, parts: TrainerParts, state: RunState | None = None) -> None:
+        self.parts = parts
+        self.state = state or RunState()
+        self.scaler = parts.precision.scaler()
+        self.device = next(parts.module.parameters()).device
+        self.trained = [p for p in parts.module.parameters() if p.requires_grad]
+        self.forward_module = parts.module
+        if parts.group.world_size > 1:
+            ids = [parts.group.local_rank] if self.device.type == "cuda" else None
+            self.forward_module = DistributedDataParallel(parts.module, device_ids=ids, gradient_as_bucket_view=True)
+        self.phase_seconds = dict.fromkeys(PHASES, 0.0)
+        self.grad_norm = 0.0
+        self.last_checkpoint: Path | None = None
+        self.metrics: dict[str, float] = {}
+        self.status = "finished"
+        self.stop_request = StopRequest()
+        self._window = _Window(self.state.window)
+        self._step_sums = _StepSums()
+        self._saved_step: int | None = None
+
+    def fit(self) -> FitResult:
+        """Train until the last step, an early stop, or a signal; save; tell how it went."""
+        parts, state = self.parts, self.state
+        started, first_step, first_tokens = time.perf_counter(), state.step, state.tokens
+        parts.module.train()
+        set_rate(parts.optimizer, parts.schedule.factor(state.step))
+        if parts.evaluation.eval_on_start and state.step == 0 and parts.eval_examples is not None:
+            self._evaluate()
+        with StopRequest() as self.stop_request:
+            while state.step < parts.total_steps and self.status == "finished":
+                self.train_step(self._next_batches())
+                if self._step_sums.stop_asked:
+                    self.status = "interrupted"
+            if parts.checkpoint.save_strategy != "no" or self.status == "interrupted":
+                self._save()
+            if parts.evaluation.load_best_model_at_end and self.status != "interrupted":
+                parts.saver.load_best(self)
+        seconds = time.perf_counter() - started
+        return FitResult(
+            status=self.status,
+            state=state,
+            metrics=self.metrics,
+            last_checkpoint=self.last_checkpoint,
+            seconds=seconds,
+            tokens_per_second=(state.tokens - first_tokens) / seconds if state.step > first_step else 0.0,
+        )
+
+    def train_step(self, batches: list[Batch]) -> None:
+        """One optimizer step over this rank's micro-batches."""
+        parts = self.parts
+        sums = self._step_sums = _StepSums()
+        sums.batches = batches
+        sums.weight = parts.group.sum([sum(batch.weight for batch in batches)])[0]
+        for number, batch in enumerate(batches):
+            last = number == len(batches) - 1
+            if isinstance(self.forward_module, DistributedDataParallel):
+                self.forward_module.require_backward_grad_sync = last
+            self.backward(self.forward(batch), last)
+        if self.clip():
+            self.step()
+        self.rescale()
+        self.record()
+
+    @phase
+    def forward(self, batch: Batch) -> LossTerms:
+        """Loss terms of a micro-batch."""
+        with self.parts.precision.autocast():
+            return self.forward_module(batch.to(self.device))
+
+    @phase
+    def backward(self, terms: LossTerms, last: bool) -> None:
+        """Add the micro-batch's gradients; ranks exchange them with the last one.
+
+        Dividing by the global weight here makes the step's gradient that of the mean over all its target tokens. The
+        data-parallel wrapper averages over ranks, hence the factor.
+        """
+        sums, world = self._step_sums, self.parts.group.world_size
+        sums.add(terms)
+        loss = terms.loss_sum * (world / sums.weight)
+        if self.parts.regularizer is not None and last:
+            loss = loss + self.parts.regularizer()
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward()
+
+    @phase
+    def clip(self) -> bool:
+        """Clip the gradients' global norm. Returns whether the optimizer may step."""
+        parts, sums = self.parts, self._step_sums
+        if self.scaler is not None:
+            self.scaler.unscale_(parts.optimizer)
+        limit = parts.training.max_grad_norm or math.inf
+        self.grad_norm = float(nn.utils.clip_grad_norm_(self.trained, limit))
+        sums.reduce(parts.group, self.stop_request)
+        if math.isfinite(sums.loss) and (math.isfinite(self.grad_norm) or self.scaler is not None):
+            return True
+        self._nonfinite()
+        return False
+
+    def _nonfinite(self) -> None:
+        parts, state, sums = self.parts, self.state, self._step_sums
+        what = "loss" if not math.isfinite(sums.loss) else "gradient norm"
+        folder = dump_nonfinite(parts.run_dir, state.step + 1, parts.group.rank, sums.batches, sums.batch_losses)
+        rows = [row for rows in parts.group.gather(sums.suspect_rows()) for row in rows]
+        parts.optimizer.zero_grad(set_to_none=True)
+        state.skipped_steps += 1
+        if parts.training.on_nonfinite == "skip":
+            parts.monitor.event("warning", f"step {state.step + 1}: {what} is not finite; step left out", rows=rows)
+            return
+        raise NumericsError(
+            f"the {what} of step {state.step + 1} is not finite (loss {sums.loss}, gradient norm {self.grad_norm}); "
+            "no weight was changed by it",
+            where=f"rows {', '.join(rows[:8])}{' …' if len(rows) > 8 else ''}; batch dumped to {folder}",
+            fix="look at these rows, lower --learning_rate, or leave such steps out with --on_nonfinite skip",
+        )
+
+    @phase
+    def step(self) -> None:
+        """Change the weights."""
+        if self.scaler is not None:
+            self.scaler.step(self.parts.optimizer)
+        else:
+            self.parts.optimizer.step()
+
+    @phase
+    def rescale(self) -> None:
+        """Move on: gradients dropped, position advanced, learning rate (and loss scale) of the next step set."""
+        parts, state, loader = self.parts, self.state, self.parts.loader
+        parts.optimizer.zero_grad(set_to_none=True)
+        self._step_sums.learning_rate = parts.optimizer.param_groups[0]["lr"]
+        state.step += 1
+        state.tokens += self._step_sums.tokens
+        state.consumed += loader.global_units
+        if state.consumed >= loader.num_units(state.epoch):
+            state.epoch, state.consumed = state.epoch + 1, 0
+        set_rate(parts.optimizer, parts.schedule.factor(state.step))
+        if self.scaler is not None:
+            self.scaler.update()
+
+    @phase
+    def record(self) -> None:
+        """Log, evaluate and save where the settings say so."""
+        parts, state, sums = self.parts, self.state, self._step_sums
+        self._window.add(sums)
+        if not math.isfinite(sums.loss):  # a skipped step has nothing to show
+            return
+        shown = {"loss": sums.loss / sums.weight, "learning_rate": sums.learning_rate, "grad_norm": self.grad_norm}
+        parts.monitor.progress(state.step, shown)
+        epoch_ended = state.consumed == 0
+        ending = state.step >= parts.total_steps
+        if state.step % parts.logging_steps == 0 or ending or state.step == 1:
+            self._log()
+        improved = False
+        if self._due(parts.evaluation.eval_strategy, parts.evaluation.eval_steps, epoch_ended, ending):
+            improved = self._evaluate()
+        saving = parts.checkpoint.save_strategy
+        if self._due(saving, parts.checkpoint.save_steps, epoch_ended, False) or (improved and saving != "no"):
+            self._save()
+
+    def _due(self, strategy: str | None, every: int | None, epoch_ended: bool, ending: bool) -> bool:
+        if strategy == "epoch":
+            return epoch_ended or ending
+        return strategy == "steps" and (ending or (bool(every) and self.state.step % (every or 1) == 0))
+
+    def _next_batches(self) -> list[Batch]:
+        return self.parts.loader.batches(self.state.epoch, self.state.consumed)
+
+    def _log(self) -> None:
+        parts, state = self.parts, self.state
+        units = parts.loader.num_units(state.epoch)
+        values = self._window.metrics()
+        values |= {
+            "learning_rate": self._step_sums.learning_rate,
+            "grad_norm": self.grad_norm,
+            "epoch": round(state.epoch + state.consumed / units, 4),
+            "memory_gib": peak_memory_gib(self.device),
+            "num_tokens": state.tokens,
+        }
+        values |= {f"seconds_{name}": seconds for name, seconds in self.phase_seconds.items() if seconds}
+        self.phase_seconds = dict.fromkeys(PHASES, 0.0)
+        self._window = _Window()
+        self.metrics |= values
+        parts.monitor.log(state.step, values)
+
+    def _evaluate(self) -> bool:
+        """Measure; returns whether it is the best so far."""
+        parts, state = self.parts, self.state
+        if parts.eval_examples is None:
+            return False
+        values = evaluate(
+            parts.module,
+            parts.eval_examples,
+            parts.loader.layout,
+            tokens_per_batch=parts.eval_tokens_per_batch,
+            group=parts.group,
+            precision=parts.precision,
+        )
+        self.metrics |= values
+        parts.monitor.log(state.step, values)
+        name = parts.evaluation.metric_for_best_model
+        value = values[name if name.startswith("eval_") else f"eval_{name}"]
+        greater = parts.evaluation.greater_is_better
+        greater = not name.endswith(("loss", "perplexity")) if greater is None else greater
+        best = state.best_metric
+        if best is None or (value > best if greater else value < best):
+            state.best_metric, state.best_step, state.evals_since_best = value, state.step, 0
+            return state.step > 0
+        state.evals_since_best += 1
+        patience = parts.evaluation.early_stop_interval
+        if patience and state.evals_since_best >= patience:
+            self.status = "early_stopped"
+        return False
+
+    def _save(self) -> None:
+        if self._saved_step == self.state.step:
+            return
+        self.state.window = self._window.sums_so_far()
+        self.last_checkpoint = self.parts.saver.save(self)
+        self._saved_step = self.state.step
+
+
+class _StepSums:
+    """What one step adds up, over micro-batches and then over ranks."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        self.batch_losses: list[float] = []
+        self.weight = 0.0
+        self.loss = 0.0
+        self.tokens = 0
+        self.learning_rate = 0.0
+        self.stop_asked = False
+        self.sums: dict[str, float] = {}
+        self.counts: dict[str, float] = {}
+
+    def add(self, terms: LossTerms) -> None:
+        self.batch_losses.append(terms.loss_sum.item())
+        for name, value in terms.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+            self.counts[name] = self.counts.get(name, 0.0) + terms.counts[name]
+
+    def reduce(self, group: ProcessGroup, stop: StopRequest) -> None:
+        """Add up over ranks; afterwards every rank holds the step's totals, and knows of a stop asked of any rank."""
+        names = sorted(self.sums)
+        local = [sum(self.batch_losses), float(sum(b.num_tokens for b in self.batches)), float(bool(stop.requested))]
+        local += [self.sums[n] for n in names] + [self.counts[n] for n in names]
+        self.loss, tokens, stop_asked, *rest = group.sum(local)
+        self.tokens, self.stop_asked = int(tokens), stop_asked > 0
+        self.sums = dict(zip(names, rest[: len(names)], strict=True))
+        self.counts = dict(zip(names, rest[len(names) :], strict=True))
+
+    def suspect_rows(self) -> list[str]:
+        """Rows of the micro-batches whose loss isn't finite, or all of them if every loss is."""
+        bad = [b for b, loss in zip(self.batches, self.batch_losses, strict=False) if not math.isfinite(loss)]
+        return [str(ref) for batch in (bad or self.batches) for ref in batch.refs]
+
+
+class _Window:
+    """Means between two logged lines: weighted by tokens, so that they don't depend on how steps were cut.
+
+    The sums so far travel with a checkpoint, so a resumed run logs the same means as an uninterrupted one.
+    """
+
+    def __init__(self, earlier: dict[str, list[float]] | None = None) -> None:
+        self.started = time.perf_counter()
+        self.tokens = 0
+        self.sums: dict[str, list[float]] = {name: list(pair) for name, pair in (earlier or {}).items()}
+
+    def add(self, step: _StepSums) -> None:
+        if not math.isfinite(step.loss):
+            return
+        self.tokens += step.tokens
+        terms = {"loss": (step.loss, step.weight)}
+        terms |= {name: (value, step.counts[name]) for name, value in step.sums.items()}
+        for name, (value, count) in terms.items():
+            pair = self.sums.setdefault(name, [0.0, 0.0])
+            pair[0] += value
+            pair[1] += count
+
+    def sums_so_far(self) -> dict[str, list[float]]:
+        return self.sums
+
+    def metrics(self) -> dict[str, float]:
+        seconds = max(time.perf_counter() - self.started, 1e-9)
+        means = {name: value / count for name, (value, count) in self.sums.items() if count}
+        return {**means, "tokens_per_second": self.tokens / seconds}
