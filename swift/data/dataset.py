@@ -217,12 +217,7 @@ class _Builder:
                     collected.file_ids.append(file_id)
                     collected.row_ids.append(collected.rows)
             collected.rows += 1
-        tally.tokens += len(result.input_ids)
-        tally.trained_tokens += int(np.count_nonzero(result.loss_weights))
-        tally.unused.update(result.unused)
-        self.ledger.encoding.update(result.encoding)
-        for notice in result.notices:
-            self.ledger.note(notice)
+        self.ledger.take_totals(tally, result)
         self.columns |= result.columns
         collected.ids.append(result.input_ids)
         collected.weights.append(result.loss_weights)

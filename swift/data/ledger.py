@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+
 from swift.core.errors import DataError
 from swift.core.files import disk_errors
+from swift.data.pipeline import ChunkResult
 from swift.data.rows import RowProblem, RowRef
 
 # these rows are well formed; the limits the user set leave no room for them
@@ -144,6 +147,15 @@ class Ledger:
             tally.truncated += 1
             tally.tokens_cut += tokens_cut
             self._write(tally, ref, "truncated", tokens_cut=tokens_cut)
+
+    def take_totals(self, tally: SourceTally, result: ChunkResult) -> None:
+        """Add what a chunk of rows came to as a whole."""
+        tally.tokens += len(result.input_ids)
+        tally.trained_tokens += int(np.count_nonzero(result.loss_weights))
+        tally.unused.update(result.unused)
+        self.encoding.update(result.encoding)
+        for notice in result.notices:
+            self.note(notice)
 
     @property
     def bad(self) -> int:
