@@ -40,7 +40,9 @@ class TemplateConfig:
     """Chat encoding"""
 
     template: str | None = setting(
-        None, help="chat template: a .jinja file or `chatml`; default: the tokenizer's own", aliases=("chat_template",)
+        None,
+        help="chat template: a .jinja file or `chatml`; default: the tokenizer's own",
+        aliases=("chat_template", "template_type"),
     )
     use_chat_template: bool | None = setting(None, help="false: plain text; default: true for sft, false for pt")
     system: str | None = setting(None, help="system prompt (text or a .txt file) for rows that have none")

@@ -274,6 +274,28 @@ def dump_yaml(data: Any) -> str:
     return yaml.dump(data, Dumper=_dumper(), sort_keys=False, allow_unicode=True, width=100, default_flow_style=False)
 
 
+def annotated_yaml(groups: Mapping[str, Mapping[str, Any]], comments: Mapping[str, str]) -> str:
+    """Grouped settings as YAML, one line each, with remarks behind them."""
+    lines: list[str] = []
+    for group, members in groups.items():
+        if group:
+            lines.append(f"{group}:")
+        for name, value in members.items():
+            remark = f"  # {comments[name]}" if name in comments else ""
+            lines.append(f"{'  ' if group else ''}{name}: {_inline_yaml(value)}{remark}")
+    return "\n".join(lines) + "\n"
+
+
+def _inline_yaml(value: Any) -> str:
+    """A value as YAML on one line."""
+    import yaml
+
+    text = yaml.dump(
+        [value], Dumper=_dumper(), allow_unicode=True, width=float("inf"), default_flow_style=True
+    ).strip()[1:-1]
+    return json.dumps(value, ensure_ascii=False) if "\n" in text else text
+
+
 def _dumper() -> Any:
     """A safe dumper that writes numbers so that every YAML reader takes them as numbers (1.0e-05, not 1e-05)."""
     import yaml

@@ -26,7 +26,9 @@ class TrainingConfig:
         None, help="micro-batches per step; default: enough for 16 examples per step in all"
     )
     seed: int = setting(42, help="seed of everything random")
-    deterministic: bool = setting(False, help="bit-identical reruns; refuses kernels that can't promise it")
+    deterministic: bool = setting(
+        False, help="bit-identical reruns; refuses kernels that can't promise it", aliases=("full_determinism",)
+    )
     gradient_checkpointing: bool | None = setting(
         None, help="recompute activations in the backward pass; default: only if memory asks for it"
     )
@@ -80,15 +82,21 @@ class EvalConfig:
     """Evaluation"""
 
     eval_strategy: Literal["no", "steps", "epoch"] | None = setting(
-        None, help="when to evaluate; default: as save_strategy if there are evaluation rows"
+        None,
+        help="when to evaluate; default: as save_strategy if there are evaluation rows",
+        aliases=("evaluation_strategy",),
     )
     eval_steps: int | None = setting(None, help="default: save_steps")
     eval_on_start: bool = setting(False, help="evaluate before step 1")
-    per_device_eval_batch_size: int | None = setting(None, help="default: per_device_train_batch_size")
+    per_device_eval_batch_size: int | None = setting(
+        None, help="default: per_device_train_batch_size", aliases=("eval_batch_size",)
+    )
     metric_for_best_model: str = setting("eval_loss", help="metric that ranks checkpoints")
     greater_is_better: bool | None = setting(None, help="default: true unless the metric's name ends in loss")
     load_best_model_at_end: bool = setting(False, help="end with the best weights instead of the last")
-    early_stop_interval: int | None = setting(None, help="stop after this many evaluations without a better metric")
+    early_stop_interval: int | None = setting(
+        None, help="stop after this many evaluations without a better metric", aliases=("early_stopping_patience",)
+    )
 
 
 @dataclass

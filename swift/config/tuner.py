@@ -27,7 +27,9 @@ class TunerConfig:
     )
     target_regex: str | None = setting(None, help="regular expression over full module names; replaces target_modules")
     target_parameters: list[str] = setting(help="parameters that get LoRA directly (fused MoE weights)", factory=list)
-    modules_to_save: list[str] = setting(help="further modules trained in full beside the adapter", factory=list)
+    modules_to_save: list[str] = setting(
+        help="further modules trained in full beside the adapter", factory=list, aliases=("lora_modules_to_save",)
+    )
     lora_rank: int = setting(8, help="rank", aliases=("lora_r",))
     lora_alpha: float = setting(32, help="scale; the update is multiplied by alpha / rank")
     lora_dropout: float = setting(0.05, help="dropout on the adapter's input", aliases=("lora_dropout_p",))
@@ -40,7 +42,11 @@ class TunerConfig:
     )
     use_dora: bool = setting(False, help="DoRA: weight-decomposed LoRA")
     use_rslora: bool = setting(False, help="rank-stabilised scaling, alpha / sqrt(rank)")
-    lorap_lr_ratio: float | None = setting(None, help="LoRA+: learning rate of B over that of A (paper: 16)")
+    lorap_lr_ratio: float | None = setting(
+        None,
+        help="LoRA+: learning rate of B over that of A (paper: 16)",
+        aliases=("loraplus_lr_ratio", "lora_lr_ratio"),
+    )
     adalora_target_r: int = setting(8, help="AdaLoRA: average rank at the end")
     adalora_init_r: int = setting(12, help="AdaLoRA: rank at the start")
     adalora_orth_reg_weight: float = setting(0.5, help="AdaLoRA: weight of the orthogonality term")
