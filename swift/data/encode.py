@@ -80,7 +80,8 @@ class ChatEncoder:
         eos_token: the tokenizer's eos after the template was chosen.
         notices: what the user should be told once.
         counts: what happened while encoding: `own_examples` (turns that became examples of their own), `masked_turns`,
-            `merged_borders` (answers whose first token is partly prompt, and so isn't trained), `special_text` (rows
+            `continued_prompts` (examples that are generation prompt + answer, because the template can't show them
+            whole: thoughts it always drops), `merged_borders` (answers whose first token is partly prompt, and so isn't trained), `special_text` (rows
             whose messages contain the text of special tokens).
 
     Raises:
@@ -278,6 +279,7 @@ class ChatEncoder:
                 spans = [(*span, weights[index]) for index, each in found.turns.items() for span in each]
             return [_Draft(text, spans, base_weight=1.0, append_eos=voice.facts.opener_closes)]
         found = voice.finder.find(talk, list(weights), history_turns=mode)
+        self.counts["continued_prompts"] += found.continued
         drafts = []
         if found.turns:
             spans = [(*span, weights[index]) for index, each in found.turns.items() for span in each]
@@ -290,6 +292,7 @@ class ChatEncoder:
             own = index + 1 - talk.inserted
             head = replace(row, messages=row.messages[:own])
             one = voice.finder.find(self.conversation(head), [index], history_turns="mask")
+            self.counts["continued_prompts"] += one.continued
             spans = [(*span, weights[index]) for span in one.turns[index]]
             drafts.append(_Draft(one.text, spans, append_eos=one.append_eos))
         return drafts

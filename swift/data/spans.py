@@ -19,11 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swift.core.errors import TemplateError
-from swift.data.probe import TemplateFacts
+from swift.data.probe import CLOSE, OPEN, QUESTION, TemplateFacts
 from swift.data.rows import RowProblem
 from swift.data.template import Refusal, Renderer
 
-OPEN, CLOSE = "<think>", "</think>"
 _STAND_IN = "\ue0f5Zq\ue0f6"  # private-use characters: no answer starts with them
 
 
@@ -52,6 +51,8 @@ class Rendered:
         text: what is tokenised.
         turns: message index -> character spans [start, end) that are trained, the closing token included.
         append_eos: the last turn isn't closed by the template: eos follows the text, trained with that turn.
+        continued: the text is the generation prompt of the last turn and that turn, because the template's rendering
+            of the whole conversation doesn't begin with that prompt.
         diverging: message indexes that aren't trained in this example because the rendering differs from what the
             model would generate.
     """
@@ -59,6 +60,7 @@ class Rendered:
     text: str
     turns: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     append_eos: bool = False
+    continued: bool = False
     diverging: list[int] = field(default_factory=list)
 
 
@@ -107,12 +109,11 @@ class TurnFinder:
         last = len(messages) - 1
         result = Rendered(self.render(messages, talk.tools, talk.kwargs))
         own: tuple[str, str] | None = None
-        continued = False
         if last in wanted:
             own = self._generated(talk, last, result.text)
             if not result.text.startswith(own[0] + own[1]):  # the template can't show this turn: prompt + completion
                 result.text = own[0] + own[1]
-                continued = True
+                result.continued = True
         for index in wanted:
             prompt, text = own if own and index == last else self._generated(talk, index, None)
             end = len(prompt) + len(text)
@@ -121,7 +122,11 @@ class TurnFinder:
                     end = self._opener_end(talk, result, end, index)
                 result.turns[index] = [(len(prompt), end)]
             elif history_turns == "keep":
-                result.turns[index] = [self._as_shown(result.text, talk, index, own[1] if own and continued else None)]
+                start, end = self._as_shown(result.text, talk, index, own[1] if own and result.continued else None)
+                lead = text[: len(text) - len(text.lstrip())]  # white space that the template writes before an answer
+                if result.text.endswith(lead, 0, start):
+                    start -= len(lead)
+                result.turns[index] = [(start, end)]
             else:
                 result.diverging.append(index)
         return result
@@ -152,6 +157,8 @@ class TurnFinder:
                 'put a user message first, or give the first message `"loss": false`',
             )
         completion = self._completion(talk, prompt, index)
+        if completion is None:
+            return prompt, self._alone(talk, index)
         return prompt, completion + self.facts.suffix[: self.facts.cut]
 
     def _turn_end(self, talk: Conversation, whole: str, start: int, index: int) -> int:
@@ -164,11 +171,13 @@ class TurnFinder:
             return closers[-1].end()
         raise self._unproven(talk, index, f"its turn doesn't end with {suffix!r} or another special token")
 
-    def _completion(self, talk: Conversation, prompt: str, index: int) -> str:
-        """The turn as the model would generate it, where the template's rendering doesn't continue its own prompt.
+    def _completion(self, talk: Conversation, prompt: str, index: int) -> str | None:
+        """The turn as the model would generate it, without its close, where the template's rendering of the
+        conversation doesn't continue its own prompt.
 
-        Only thinking templates are like that: the prompt opens (or closes) a thought and the rendering of an answer
-        drops it. The turn is then the thoughts and the answer in the form that the prompt has begun.
+        Mostly thinking templates are like that: the prompt opens (or closes) a thought and the rendering of an answer
+        drops it. The turn is then the thoughts and the answer in the form that the prompt has begun. None when
+        thoughts have nothing to do with it.
         """
         message = talk.messages[index]
         number = talk.number(index)
@@ -200,7 +209,24 @@ class TurnFinder:
                 f"message {number}: {self.name} doesn't show the message's thoughts, so they would be lost",
                 "write them into `content` as <think>…</think>, or use a template that shows them",
             )
-        raise self._unproven(talk, index, "its rendering doesn't continue the generation prompt")
+        return None
+
+    def _alone(self, talk: Conversation, index: int) -> str:
+        """The turn as the template renders it behind a bare question, where its rendering continues the prompt.
+
+        For templates that write an earlier part of the conversation differently once it is answered (Mistral shows a
+        system message only while the question is last).
+        """
+        bare = [{"role": "user", "content": QUESTION}, talk.messages[index]]
+        try:
+            prompt = self.render(bare[:1], talk.tools, talk.kwargs, prompt=True)
+            whole = self.render(bare, talk.tools, talk.kwargs)
+        except Refusal as error:
+            raise self._unproven(talk, index, f"the turn can't be rendered alone ({error})") from error
+        if not whole.startswith(prompt):
+            raise self._unproven(talk, index, "its rendering doesn't continue the generation prompt")
+        end = self._turn_end(talk, whole, len(prompt), index)
+        return whole[len(prompt) : end]
 
     def _opener_end(self, talk: Conversation, result: Rendered, end: int, index: int) -> int:
         opener = self.added.match(result.text, end)

@@ -19,6 +19,7 @@ from swift.core.errors import TemplateError, UsageError
 _RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError)
 
 IM_END = "<|im_end|>"
+Marked = tuple[str, list[tuple[int, int]]]
 
 
 def chatml(end_of_turn: str = IM_END) -> str:
@@ -50,26 +51,26 @@ class Renderer:
         self, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any], *, prompt: bool = False
     ) -> str:
         """The conversation as text, with the generation prompt when `prompt`. Raises `Refusal`."""
-        return self._render(messages, tools, kwargs, prompt, marks=False)[0]
+        return self._render(messages, tools, kwargs, prompt, False)[0]
 
-    def marked(self, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any]) -> tuple[str, list]:
+    def marked(self, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any]) -> Marked:
         """The conversation as text, and the character spans inside `{% generation %}` blocks. Raises `Refusal`."""
-        return self._render(messages, tools, kwargs, False, marks=True)
+        return self._render(messages, tools, kwargs, False, True)
 
-    def _render(
-        self, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any], prompt: bool, *, marks: bool
-    ) -> tuple[str, list]:
+    def _render(self, messages: list[dict], tools: Any, kwargs: dict[str, Any], prompt: bool, marks: bool) -> Marked:
+        variables: dict[str, Any] = {**self.special, **kwargs}
         try:
-            texts, spans = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[messages],
                 tools=tools or None,
                 chat_template=self.template,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=prompt,
-                **{**self.special, **kwargs},
+                **variables,
             )
         except _RENDER_ERRORS as error:
             raise Refusal(f"{error}" or type(error).__name__) from error
+        texts, spans = rendered
         return texts[0], [tuple(span) for span in spans[0]] if marks else []
 
 
