@@ -81,7 +81,7 @@ class ChatEncoder:
         notices: what the user should be told once.
         counts: what happened while encoding: `own_examples` (turns that became examples of their own), `masked_turns`,
             `continued_prompts` (examples that are generation prompt + answer, because the template can't show them
-            whole: thoughts it always drops), `merged_borders` (answers whose first token is partly prompt, and so isn't trained), `special_text` (rows
+            whole: thoughts it always drops), `merged_borders` (answers whose first characters would merge with the prompt's last token), `special_text` (rows
             whose messages contain the text of special tokens).
 
     Raises:
@@ -350,27 +350,45 @@ class ChatEncoder:
 
     def _finish(self, row: Row, draft: _Draft, encoding: Any) -> list[Encoded]:
         ids: list[int] = encoding.ids
-        weights = np.full(len(ids) + 1, draft.base_weight, dtype=np.float32)
+        weights = np.full(len(ids), draft.base_weight, dtype=np.float32)
+        examples: list[Encoded] = []
         for start, end, weight in draft.spans:
             first, after, merged = self._tokens.span(encoding, draft.text, start, end)
-            self.counts["merged_borders"] += merged
+            if merged and not draft.plain and not draft.base_weight:
+                self.counts["merged_borders"] += 1
+                if self.config.history_turns == "split":
+                    examples.append(self._joined(draft, start, end, weight))
+                if self.config.history_turns != "keep":
+                    continue
             weights[first:after] = weight
-        eos = self.tokenizer.eos_token_id
-        if draft.append_eos and (not ids or ids[-1] != eos or not draft.plain):
+        if draft.append_eos and (not draft.plain or not ids or ids[-1] != self.tokenizer.eos_token_id):
             closing = next((w for s, e, w in draft.spans if e == len(draft.text)), draft.base_weight)
-            weights[len(ids)] = closing
-            ids = [*ids, eos]
-        example = Encoded(np.array(ids, dtype=np.int32), weights[: len(ids)])
-        example.loss_weights[0] = 0.0
-        if not example.loss_weights.any():
+            ids, weights = self._with_eos(ids, weights, closing)
+        if weights[1:].any():
+            examples.insert(0, Encoded(np.array(ids, dtype=np.int32), weights))
+        if not examples:
             raise _all_masked("its assistant messages are empty")
-        pieces = self._fit(row, example)
+        pieces = [piece for example in examples for piece in self._fit(row, example)]
         for piece in pieces:
             piece.loss_weights[0] = 0.0
         pieces = [piece for piece in pieces if piece.loss_weights.any()]
         if not pieces:
             raise _all_masked(f"cut to max_length {self.config.max_length}, no trained token is left of {len(ids)}")
         return pieces
+
+    def _joined(self, draft: _Draft, start: int, end: int, weight: float) -> Encoded:
+        """The turn [start, end) as prompt tokens + turn tokens: its first characters would merge with the prompt's last
+        token when both are tokenised as one text, and the model would never be asked that way."""
+        prompt, answer = self._tokens.encode([draft.text[:start], draft.text[start:end]], special=False)
+        ids = [*prompt.ids, *answer.ids]
+        weights = np.zeros(len(ids), dtype=np.float32)
+        weights[len(prompt.ids) :] = weight
+        if draft.append_eos and end == len(draft.text):
+            ids, weights = self._with_eos(ids, weights, weight)
+        return Encoded(np.array(ids, dtype=np.int32), weights)
+
+    def _with_eos(self, ids: list[int], weights: np.ndarray, weight: float) -> tuple[list[int], np.ndarray]:
+        return [*ids, self.tokenizer.eos_token_id], np.append(weights, np.float32(weight))
 
     def _fit(self, row: Row, example: Encoded) -> list[Encoded]:
         """Bring an example to at most max_length tokens by the chosen strategy."""
