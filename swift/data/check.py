@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class CheckReport:
         edges = [0, *(1 << power for power in range(4, top + 1))]
         if edges[-1] < self.lengths.max():
             edges.append(edges[-1] * 2)
-        counts = [int(((self.lengths > low) & (self.lengths <= high)).sum()) for low, high in zip(edges, edges[1:])]
+        counts = [int(((self.lengths > low) & (self.lengths <= high)).sum()) for low, high in pairwise(edges)]
         counts[0] += int((self.lengths == 0).sum())
         bins = [(low + 1, high, count) for low, high, count in zip(edges, edges[1:], counts)]
         used = [index for index, bin_ in enumerate(bins) if bin_[2]]

@@ -245,9 +245,11 @@ class Ledger:
         for tally in self.sources:
             name = tally.source if tally.split == "train" else f"{tally.source} ({tally.split})"
             counts = [tally.read, tally.kept, tally.truncated, tally.cut_up, sum(tally.dropped.values())]
-            rows.append(
-                [name, *(f"{count:,}" for count in (*counts, tally.examples, tally.tokens, tally.trained_tokens))]
-            )
+            counts += [tally.examples, tally.tokens, tally.trained_tokens]
+            counts += [tally.examples, tally.tokens, tally.trained_tokens]
+            rows.append([name, *(f"{count:,}" for count in counts)])
+        if not any(tally.examples for tally in self.sources):  # nothing was encoded
+            rows = [row[:-3] for row in rows]
         return rows
 
     def remarks(self) -> list[str]:

@@ -138,7 +138,7 @@ def nul_problem(text: str) -> RowProblem:
 
 def json_problem(text: str, error: json.JSONDecodeError) -> RowProblem:
     """A `not_json` problem with the column and what stands there."""
-    at_end = error.pos >= len(text.rstrip())
+    at_end = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
     what = "the JSON ends too early" if at_end else f"invalid JSON: {error.msg[0].lower()}{error.msg[1:]}"
     fix = "the line was cut off: write the row again" if at_end else None
     if error.msg.startswith("Extra data"):

@@ -154,11 +154,11 @@ def _split_count(text: str) -> tuple[str, int | None]:
 
 
 def _split_subset(text: str) -> tuple[Path | str | None, str | None]:
-    """The path (or pattern) and the subset; the colon of a Windows drive is part of the path."""
+    """The path (or pattern) and the subset; what stands before the colon has to exist, as no drive letter does."""
     if _exists(text):
         return Path(text).expanduser(), None
     head, colon, subset = text.rpartition(":")
-    if colon and len(head) > 1 and _exists(head):
+    if colon and _exists(head):
         return Path(head).expanduser(), subset
     if any(mark in text for mark in "*?["):
         return text, None
