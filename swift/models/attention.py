@@ -154,6 +154,9 @@ def varlen_attention(
         s_aux: [heads] attention sinks.
         max_length_q: longest segment, to know without a look at the borders whether a window matters.
     """
+    if torch.is_autocast_enabled(query.device.type):  # as scaled_dot_product_attention does: rotary leaves fp32 behind
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     batch, heads, tokens, head_dim = query.shape
     scale = head_dim**-0.5 if scaling is None else scaling
     if cu_seq_lens_q is None:

@@ -210,7 +210,7 @@ class AfterStep(Callback):
 
     def after_phase(self, trainer: Trainer, phase: str) -> None:
         if phase == "step":
-            self.run(trainer.state.step)
+            self.run(trainer.state.step + 1)
 
 
 def _save_memory(config: SftConfig, session: Session, data: Data, model: Model, loader: TrainLoader) -> None:

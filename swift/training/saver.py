@@ -21,6 +21,7 @@ from swift.checkpoint import RunState, load_tensors, prune, save_checkpoint, sav
 from swift.checkpoint.state import FILE_NAME as STATE_FILE
 from swift.checkpoint.store import link
 from swift.core.errors import CheckpointError
+from swift.models.tuners import adapter_state, load_adapter_state
 from swift.training.trainer import Trainer
 
 TRAINED_FILE = "trained_state.safetensors"
@@ -114,7 +115,12 @@ class RunSaver:
         if not self.trained_is_public:
             save_tensors(folder / TRAINED_FILE, trained_tensors(self.model))
         scaler = trainer.scaler.state_dict() if trainer.scaler is not None else None
-        torch.save({"optimizer": trainer.parts.optimizer.state_dict(), "scaler": scaler}, folder / OPTIMIZER_FILE)
+        state = {
+            "optimizer": trainer.parts.optimizer.state_dict(),
+            "scaler": scaler,
+            "adapter": adapter_state(self.model),
+        }
+        torch.save(state, folder / OPTIMIZER_FILE)
         torch.save(random_states, folder / RANDOM_FILE)
         trainer.state.world_size = trainer.parts.group.world_size
         (folder / STATE_FILE).write_text(trainer.state.to_json())
@@ -183,6 +189,7 @@ class RunSaver:
             group["peak_lr"], group["weight_decay"] = peak, decay
         if trainer.scaler is not None and saved["scaler"]:
             trainer.scaler.load_state_dict(saved["scaler"])
+        load_adapter_state(self.model, saved["adapter"])
         states = torch.load(folder / RANDOM_FILE, weights_only=True)
         rank = trainer.parts.group.rank
         if rank < len(states):
