@@ -1,11 +1,15 @@
-"""LoRA on a linear layer as one autograd function: the same numbers as peft's forward, with less kept and less to do.
+"""LoRA on a linear layer as one autograd function: the same function as peft's forward, with less kept and less to do.
 
 peft computes `base(x) + lora_B(lora_A(dropout(x))) * s` as separate operations. With dropout, autograd then keeps the
 noise and the dropped copy of x for every layer, both as large as x. Here x itself is kept, which neighbours such as the
 query, key and value projections share, with one byte per element for the mask; and the update is added to the base
 output in place of a third tensor of the output's size.
 
-    y  = x Wᵀ + b + s · (m∘x/(1-p)) Aᵀ Bᵀ        x [.., in], W [out, in], A [r, in], B [out, r]
+    y  = x Wᵀ + b + s/(1-p) · (m∘x) Aᵀ Bᵀ        x [.., in], W [out, in], A [r, in], B [out, r], m [.., in] of 0 and 1
+
+On a CPU, drawing m the way torch does costs more than the LoRA matrices themselves; here 16 random bits decide about an
+element, so p is rounded to a multiple of 2^-16 (and 1/(1-p) is that of the rounded p: the mean is exact). The draws
+come from torch's generator, so seeds and saved generator states work as ever; they are other draws than peft's.
 """
 
 from __future__ import annotations
@@ -16,53 +20,57 @@ import torch
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 
+_LEVELS = 1 << 16
+
+
+def keep_mask(x: torch.Tensor, dropout: float) -> tuple[torch.Tensor, float]:
+    """A boolean mask of x's shape, False with probability `dropout`; and the exact probability of True."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return torch.rand(x.shape, device=x.device) >= dropout, 1 - dropout
+    dropped_levels = round(dropout * _LEVELS)
+    words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)  # all 64 bits are random
+    levels = words.view(torch.int16)[: x.numel()].view(x.shape)
+    return levels >= dropped_levels - _LEVELS // 2, 1 - dropped_levels / _LEVELS
+
 
 class LoRALinearFunction(torch.autograd.Function):
-    """y = x Wᵀ + b + s·drop(x) Aᵀ Bᵀ. W is frozen and gets no gradient; x, b, A and B do."""
+    """y = x Wᵀ + b + scale · (m∘x) Aᵀ Bᵀ. W is frozen and gets no gradient; x, b, A and B do. m None: no dropout."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
-        x, weight, bias, matrix_a, matrix_b, scale, dropout = inputs
-        mask = None
-        dropped = x
-        if dropout > 0:
-            noise = torch.empty_like(x).bernoulli_(1 - dropout)  # the same draw as torch's own dropout
-            mask = noise.to(torch.bool)
-            dropped = x * noise.div_(1 - dropout)
-        reduced = nn.functional.linear(dropped, matrix_a)  # [.., r]
-        base = nn.functional.linear(x, weight, bias)
-        rows = reduced.flatten(0, -2)
-        out = torch.addmm(base.flatten(0, -2), rows, matrix_b.t(), alpha=scale)
+        x, weight, bias, matrix_a, matrix_b, mask, scale = inputs
+        out = nn.functional.linear(x, weight, bias)
+        reduced = nn.functional.linear(_masked(x, mask), matrix_a).flatten(0, -2)  # [rows, r]
+        out.view(-1, out.shape[-1]).addmm_(reduced, matrix_b.t(), alpha=scale)
         ctx.save_for_backward(x, weight, matrix_a, matrix_b, reduced, mask)
-        ctx.scale, ctx.dropout = scale, dropout
-        return out.view(base.shape)
+        ctx.scale = scale
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, matrix_a, matrix_b, reduced, mask = ctx.saved_tensors
-        scale, dropout = ctx.scale, ctx.dropout
-        grad = gradients[0].flatten(0, -2)  # [rows, out]
         needs_x, _, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:5]
+        grad = gradients[0].flatten(0, -2)  # [rows, out]
         grad_x = grad_bias = grad_a = grad_b = None
         if needs_b:
-            grad_b = grad.t() @ reduced.flatten(0, -2) * scale
+            grad_b = (grad.t() @ reduced) * ctx.scale
         if needs_bias:
             grad_bias = grad.sum(0)
         if needs_a or needs_x:
-            grad_reduced = grad @ matrix_b * scale  # [rows, r]
+            grad_reduced = (grad @ matrix_b) * ctx.scale  # [rows, r]
         if needs_a:
-            dropped = x.flatten(0, -2)
-            if mask is not None:
-                dropped = dropped * mask.flatten(0, -2) * (1 / (1 - dropout))
-            grad_a = grad_reduced.t() @ dropped
+            grad_a = grad_reduced.t() @ _masked(x, mask).flatten(0, -2)
         if needs_x:
             if mask is None:
                 grad_x = torch.addmm(grad @ weight, grad_reduced, matrix_a)
             else:
-                through = grad_reduced @ matrix_a * mask.flatten(0, -2) * (1 / (1 - dropout))
-                grad_x = torch.addmm(through, grad, weight)
+                grad_x = torch.addmm(_masked(grad_reduced @ matrix_a, mask.flatten(0, -2)), grad, weight)
             grad_x = grad_x.view(x.shape)
         return grad_x, None, grad_bias, grad_a, grad_b, None, None
+
+
+def _masked(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    return x if mask is None else torch.where(mask, x, 0.0)
 
 
 class FastLoRALinear(PeftLinear):
@@ -76,17 +84,13 @@ class FastLoRALinear(PeftLinear):
         name = None if args or kwargs else self._plain_adapter(x)
         if name is None:
             return super().forward(x, *args, **kwargs)
-        base = self.base_layer
-        dropout = self.lora_dropout[name]
-        return LoRALinearFunction.apply(
-            x,
-            base.weight,
-            base.bias,
-            self.lora_A[name].weight,
-            self.lora_B[name].weight,
-            self.scaling[name],
-            dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0,
-        )
+        base: Any = self.base_layer
+        dropout: Any = self.lora_dropout[name]
+        mask, kept = None, 1.0
+        if isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0:
+            mask, kept = keep_mask(x, dropout.p)
+        matrices = self.lora_A[name].weight, self.lora_B[name].weight
+        return LoRALinearFunction.apply(x, base.weight, base.bias, *matrices, mask, self.scaling[name] / kept)
 
     def _plain_adapter(self, x: torch.Tensor) -> str | None:
         """The adapter that the fast forward can compute, or None."""
@@ -99,7 +103,7 @@ class FastLoRALinear(PeftLinear):
         dropout = self.lora_dropout[name]
         if type(base) is not nn.Linear or type(matrix_a) is not nn.Linear or type(matrix_b) is not nn.Linear:
             return None
-        if type(dropout) not in (nn.Dropout, nn.Identity):
+        if type(dropout) is not nn.Identity and not (type(dropout) is nn.Dropout and dropout.p < 1):
             return None
         if base.weight.requires_grad or x.dim() < 2 or not torch.is_grad_enabled():
             return None
