@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -21,11 +22,11 @@ from swift.core.version import __version__
 from swift.data.ledger import SOFT_REASONS, Ledger, SourceTally
 from swift.data.pipeline import Chunk, ChunkResult, Encoder, Task, run_chunks
 from swift.data.rows import RowRef
-from swift.data.selection import TRAIN, VALIDATION, data_rng, iter_rows, open_source, row_options
+from swift.data.selection import TRAIN, VALIDATION, Progress, data_rng, iter_rows, open_source, row_options
 from swift.data.sources import Source, resolve_sources
 from swift.data.token_store import TokenDataset
 
-__all__ = ["Prepared", "TokenDataset", "data_fingerprint", "iter_rows", "load_prepared", "prepare_datasets"]
+__all__ = ["Prepared", "Progress", "TokenDataset", "data_fingerprint", "iter_rows", "load_prepared", "prepare_datasets"]
 
 
 @dataclass
@@ -77,7 +78,13 @@ def load_prepared(folder: Path, fingerprint: str) -> Prepared:
 
 
 def prepare_datasets(
-    data: DataConfig, template: TemplateConfig, encoder: Encoder, *, seed: int, run_dir: Path | None = None
+    data: DataConfig,
+    template: TemplateConfig,
+    encoder: Encoder,
+    *,
+    seed: int,
+    run_dir: Path | None = None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Prepared:
     """Read and encode `--dataset` and `--val_dataset`.
 
@@ -87,6 +94,7 @@ def prepare_datasets(
         encoder: row -> examples; pickled when `dataset_num_proc` is above 1.
         seed: of sampling and splitting, unless `data_seed` is set.
         run_dir: where `ledger.jsonl` goes.
+        progress: called after each chunk of some hundred rows.
 
     Raises:
         DataError: a bad row (or too many), or nothing to train on, with the cause.
@@ -99,6 +107,7 @@ def prepare_datasets(
         max_bad_rows=data.max_bad_rows,
     )
     builder = _Builder(data, encoder, ledger, seed)
+    builder.progress = Progress(progress, [*sources, *val_sources])
     try:
         train = builder.build(TRAIN, sources, template)
         val = builder.build(VALIDATION, val_sources, template) if val_sources else None
@@ -167,6 +176,7 @@ class _Builder:
         self.ledger = ledger
         self.seed = seed
         self.columns: set[str] = set()
+        self.progress = Progress(None, [])
 
     def build(self, split: str, sources: list[Source], template: TemplateConfig) -> _Part:
         """All sources of a split, one after another."""
@@ -189,6 +199,8 @@ class _Builder:
         first, row_base = len(collected.lengths), collected.rows
         for chunk, result in run_chunks(reading.chunks(), self.task, self.data.dataset_num_proc):
             self._take(chunk, result, tally, collected)
+            self.progress.add(len(chunk.rows), reading)
+        self.progress.finish(source)
         tally.blank = reading.blank
         for note in reading.notes:
             self.ledger.note(note)

@@ -19,7 +19,7 @@ from typing import IO, Any
 from swift.core.errors import DataError, did_you_mean
 from swift.data.parse_json import decode_utf8, json_problem, nul_problem, pairs_once, parse_line, refuse_lone_surrogates
 from swift.data.rows import RowProblem, excerpt
-from swift.data.sources import DataFile
+from swift.data.sources import COMPRESSIONS, DataFile
 
 RawRow = tuple[int, bytes | dict[str, Any] | RowProblem]
 # keys that make a top-level object of a .json file one row rather than a table of rows
@@ -35,9 +35,10 @@ _BOMS = (  # UTF-32 first: its little-endian mark begins with UTF-16's
 
 @dataclass
 class FileTally:
-    """What a reader notices beside rows."""
+    """What a reader notices beside rows; `share` is how much of the file it has gone through."""
 
     blank: int = 0
+    share: float = 0.0
     notes: list[str] = field(default_factory=list)
 
 
@@ -51,7 +52,7 @@ def read_raw(file: DataFile, tally: FileTally) -> Iterator[RawRow]:
     empty = True
     with _file_errors(file):
         if kind == "parquet":
-            rows = _read_parquet(file)
+            rows = _read_parquet(file, tally)
         else:
             rows = _TEXT_READERS[kind](file, tally)
         for row in rows:
@@ -161,7 +162,7 @@ class _ZstStream(io.RawIOBase):
 
 def _read_jsonl(file: DataFile, tally: FileTally) -> Iterator[RawRow]:
     with _open(file, tally) as stream:
-        for number, line in enumerate(stream, 1):
+        for number, line in enumerate(_counted(stream, file, tally), 1):
             line = line.strip(b" \t\r\n")
             if line:
                 yield number, line
@@ -176,7 +177,7 @@ def _read_txt(file: DataFile, tally: FileTally) -> Iterator[RawRow]:
     block: list[str] = []
     start = 1
     with _open(file, tally) as stream:
-        for number, raw in enumerate(stream, 1):
+        for number, raw in enumerate(_counted(stream, file, tally), 1):
             try:
                 line = decode_utf8(raw).rstrip("\r\n")
                 if "\x00" in line:
@@ -212,7 +213,7 @@ def _read_txt(file: DataFile, tally: FileTally) -> Iterator[RawRow]:
 def _read_csv(file: DataFile, tally: FileTally) -> Iterator[RawRow]:
     csv.field_size_limit(2**31 - 1)
     with _open(file, tally) as stream:
-        lines = _decoded_lines(stream, file)
+        lines = _decoded_lines(_counted(stream, file, tally), file)
         try:
             header_line = next(line for line in lines if line.strip())
         except StopIteration:
@@ -249,7 +250,19 @@ def _read_csv(file: DataFile, tally: FileTally) -> Iterator[RawRow]:
                 yield start, {name: cell or None for name, cell in zip(header, cells)}
 
 
-def _decoded_lines(stream: IO[bytes], file: DataFile) -> Iterator[str]:
+def _counted(stream: IO[bytes], file: DataFile, tally: FileTally) -> Iterator[bytes]:
+    """The lines of a stream; keeps `tally.share`, unless the file is packed and its length unknown."""
+    packed = file.path.suffix.lower() in COMPRESSIONS
+    size = 0 if packed else file.path.stat().st_size
+    done = 0
+    for line in stream:
+        done += len(line)
+        if size:
+            tally.share = min(1.0, done / size)
+        yield line
+
+
+def _decoded_lines(stream: Iterator[bytes], file: DataFile) -> Iterator[str]:
     for number, raw in enumerate(stream, 1):
         try:
             line = decode_utf8(raw)
@@ -280,15 +293,17 @@ def _check_header(header: list[str], file: DataFile) -> None:
         )
 
 
-def _read_parquet(file: DataFile) -> Iterator[RawRow]:
+def _read_parquet(file: DataFile, tally: FileTally) -> Iterator[RawRow]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         number = 0
-        for batch in pq.ParquetFile(file.path).iter_batches(batch_size=1024):
+        parquet = pq.ParquetFile(file.path)
+        for batch in parquet.iter_batches(batch_size=1024):
             for record in batch.to_pylist():
                 number += 1
+                tally.share = number / parquet.metadata.num_rows
                 yield number, _without_nulls(record)
     except (pa.ArrowInvalid, UnicodeDecodeError) as error:
         raise DataError(

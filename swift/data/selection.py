@@ -6,7 +6,8 @@ rows it repeats them. Everything is read in one stream; sampling counts the rows
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,16 +70,27 @@ class SourceReading:
     blank: int = 0
     notes: list[str] = field(default_factory=list)
     _ordinal: int = 0
+    _bytes_done: int = 0
+    _tally: FileTally = field(default_factory=FileTally)
+    _size: int = 0
 
     def chunks(self) -> Iterator[Chunk]:
         """The rows, in order, grouped for the pipeline."""
         for file in self.source.files:
             if self.choice.limit is not None and self._ordinal >= self.choice.limit:
                 return
-            tally = FileTally()
+            self._tally = tally = FileTally()
+            self._size = file.path.stat().st_size
             yield from chunked(self._chosen(read_raw(file, tally)), str(file.path), self.identity)
             self.blank += tally.blank
             self.notes += tally.notes
+            self._bytes_done += self._size
+            self._size = 0
+
+    @property
+    def bytes_done(self) -> float:
+        """Bytes of the files that have been read."""
+        return self._bytes_done + self._tally.share * self._size
 
     def _chosen(self, rows: Iterator[RawRow]) -> Iterator[RawRow]:
         choice = self.choice
@@ -88,6 +100,39 @@ class SourceReading:
             if choice.ordinals is None or self._ordinal in choice.ordinals:
                 yield row
             self._ordinal += 1
+
+
+@dataclass
+class Progress:
+    """How far reading has come; `report` is called now and then.
+
+    Attributes:
+        rows: rows done.
+        share: of all bytes to be read, from 0 to 1.
+        seconds: since the start.
+    """
+
+    report: Callable[[Progress], None] | None
+    sources: Sequence[Source]
+    rows: int = 0
+    share: float = 0.0
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._total = sum(file.path.stat().st_size for source in self.sources for file in source.files)
+        self._finished, self._start = 0.0, time.monotonic()
+
+    def add(self, rows: int, reading: SourceReading) -> None:
+        """Count the rows of a chunk and report."""
+        self.rows += rows
+        self.share = min(1.0, (self._finished + reading.bytes_done) / max(1, self._total))
+        self.seconds = time.monotonic() - self._start
+        if self.report:
+            self.report(self)
+
+    def finish(self, source: Source) -> None:
+        """A source is through."""
+        self._finished += sum(file.path.stat().st_size for file in source.files)
 
 
 def open_source(source: Source, data: DataConfig, rng: np.random.Generator) -> SourceReading:

@@ -29,10 +29,12 @@ BAD = {"messages": [{"role": "user", "content": None}]}
 def prepare(tokenizer: Any, tmp_path: Path) -> Callable[..., Prepared]:
     """`prepare(dataset…, template={…}, seed=…, **data settings)`."""
 
-    def run(*dataset: Path | str, template: dict[str, Any] | None = None, seed: int = 42, **settings: Any) -> Prepared:
+    def run(*dataset: Path | str, template: dict | None = None, seed: int = 42, **settings: Any) -> Prepared:
+        progress = settings.pop("progress", None)
         config = TemplateConfig(**{"max_length": 256, **(template or {})})
         data = DataConfig(dataset=[str(item) for item in dataset], **settings)
-        return prepare_datasets(data, config, ChatEncoder(tokenizer, config), seed=seed, run_dir=tmp_path / "run")
+        encoder = ChatEncoder(tokenizer, config)
+        return prepare_datasets(data, config, encoder, seed=seed, run_dir=tmp_path / "run", progress=progress)
 
     return run
 
@@ -494,3 +496,19 @@ def test_an_interrupted_ledger_leaves_the_old_one(tmp_path: Path) -> None:
     ledger.close()
     assert json.loads((tmp_path / "ledger.jsonl").read_text())["event"] == "summary"
     assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"]
+
+
+def test_progress_reaches_the_end_and_never_falls(
+    prepare: Callable[..., Prepared],
+    chat_rows: Rows,
+    write_rows: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("swift.data.pipeline.CHUNK_ROWS", 16)
+    path = write_rows(tmp_path / "a.jsonl", chat_rows(100))
+    (tmp_path / "b.json").write_text(json.dumps(chat_rows(20)))
+    seen: list[tuple[int, float]] = []
+    prepare(path, tmp_path / "b.json", progress=lambda state: seen.append((state.rows, state.share)))
+    assert seen == sorted(seen) and len(seen) == 9
+    assert seen[-1][0] == 120 and 0 < seen[0][1] < 0.2 and seen[6][1] < 1.0
