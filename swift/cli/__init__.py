@@ -85,14 +85,14 @@ def _run_configured(name: str, words: list[str]) -> int:
     assert command.config is not None
     parsed = parse_command_line(getattr(classes, command.config), words, command=name, usage=command.usage)
     precheck(parsed.config, places=parsed.places)
-    for note in parsed.notes:
-        get_logger().info(note)
     if command.distributed and not launch.inside():
         processes = launch.processes_wanted(parsed.config)
         if launch.nodes_wanted() > 1:
             launch.replace_by_torchrun([name, *words], processes)
         if processes > 1:
             return launch.run([name, *words], processes)
+    for note in parsed.notes:
+        get_logger().info(note)
     return int(_command_main(command.module)(parsed.config))
 
 
@@ -128,8 +128,10 @@ def _print(text: str) -> int:
 def _report(error: SwiftError) -> None:
     from swift.core.logging import rank, world_size
 
-    prefix = f"[rank {rank()}] " if world_size() > 1 else ""
-    print(f"{prefix}error: {error.render()}", file=sys.stderr)
+    if world_size() > 1 and rank() > 0:  # most often what rank 0 says as well: one line is enough
+        print(f"[rank {rank()}] error: {error.message.splitlines()[0]}", file=sys.stderr)
+    else:
+        print(f"error: {error.render()}", file=sys.stderr)
 
 
 def _silence_stdout() -> None:

@@ -34,8 +34,8 @@ def inside() -> bool:
 
 def processes_wanted(config: Any) -> int:
     """Processes on this node: the flag, else `NPROC_PER_NODE`, else 1."""
-    training = getattr(config, "training", None)
-    flag = getattr(training, "nproc_per_node", None)
+    group = getattr(config, "training", None) or getattr(config, "infer", None)
+    flag = getattr(group, "nproc_per_node", None)
     return flag if flag is not None else _positive("NPROC_PER_NODE", 1)
 
 
@@ -89,7 +89,7 @@ def run(argv: Sequence[str], processes: int, *, program: Sequence[str] = PROGRAM
 
     Returns:
         0 if every process returned 0, else the highest exit code among those that ended by themselves (a process
-        killed by a signal counts as 1).
+        killed by a signal counts as 1); 130 after a second request to stop.
     """
     return _Group(argv, processes, program).wait()
 
@@ -102,10 +102,10 @@ class _Group:
         self.ended_by_us: set[int] = set()
         self.first_failure_s: float | None = None
         self.stop_deadline_s: float | None = None
+        self.children: list[subprocess.Popen[bytes]] = []
         self.previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         port = os.environ.get("MASTER_PORT") or str(_free_port())
         threads = max(1, (os.cpu_count() or 1) // processes)
-        self.children: list[subprocess.Popen[bytes]] = []
         for rank in range(processes):
             env = {
                 "OMP_NUM_THREADS": str(threads),
@@ -125,6 +125,8 @@ class _Group:
                 preexec_fn=_die_with_parent(os.getpid()),
             )
             self.children.append(child)
+        if self.requests:  # asked to stop before all had started: nothing is worth saving
+            self._kill()
 
     def wait(self) -> int:
         try:
@@ -171,6 +173,8 @@ class _Group:
                 child.wait()
 
     def _exit_code(self) -> int:
+        if self.requests > 1:
+            return 130
         codes = []
         for rank, child in enumerate(self.children):
             code = child.returncode

@@ -117,6 +117,7 @@ def _parse_yaml(path: Path, text: str) -> tuple[list[Entry], dict[str, Any]]:
             raise UsageError(f"{path} is empty", fix="write settings in it, such as `model: smollm2`")
         if not isinstance(root, yaml.MappingNode):
             raise UsageError(f"{path} must hold `key: value` lines", where=f"{path}:{root.start_mark.line + 1}")
+        _refuse_repeated_keys(path, root)
         entries = _yaml_entries(path, loader, root)
         return entries, loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
@@ -134,23 +135,33 @@ def _parse_yaml(path: Path, text: str) -> tuple[list[Entry], dict[str, Any]]:
         loader.dispose()
 
 
+def _refuse_repeated_keys(path: Path, node: Any) -> None:
+    """YAML readers take the last of two equal keys in silence."""
+    import yaml
+
+    if isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise UsageError("a key must be a plain word", where=f"{path}:{line}")
+            if key_node.value in lines and key_node.value != "<<":
+                where = f"{path}:{lines[key_node.value]} and {path}:{line}"
+                raise UsageError(f"{key_node.value} is written twice", where=where, fix="remove one of them")
+            lines[key_node.value] = line
+            _refuse_repeated_keys(path, value_node)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _refuse_repeated_keys(path, item)
+
+
 def _yaml_entries(path: Path, loader: Any, node: Any) -> list[Entry]:
     import yaml
 
-    loader.flatten_mapping(node)  # `<<: *defaults`
+    loader.flatten_mapping(node)  # `<<: *defaults`: the merged keys first, so that the mapping's own win
     entries: list[Entry] = []
-    seen: dict[str, int] = {}
     for key_node, value_node in node.value:
-        line = key_node.start_mark.line + 1
-        if not isinstance(key_node, yaml.ScalarNode):
-            raise UsageError("a key must be a plain word", where=f"{path}:{line}")
-        key = key_node.value
-        # keys merged by `<<` come first and may be overridden: only repeated lines of one mapping are a mistake
-        if key in seen and seen[key] != line and key_node.start_mark.line >= node.start_mark.line:
-            raise UsageError(
-                f"{key} is written twice", where=f"{path}:{seen[key]} and {path}:{line}", fix="remove one of them"
-            )
-        seen[key] = line
+        key, line = key_node.value, key_node.start_mark.line + 1
         if isinstance(value_node, yaml.MappingNode):
             data = loader.construct_object(value_node, deep=True)
             entries.append(Entry(key, line, to_words(data), _yaml_entries(path, loader, value_node), data))

@@ -38,6 +38,9 @@ class InferRunConfig:
     load_args: bool = setting(True, help="take model, template and system from the checkpoint's own configuration")
     load_data_args: bool = setting(False, help="also take its evaluation rows")
     device: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", help="where to run")
+    nproc_per_node: int | None = setting(
+        None, help="processes on this machine that share the rows; default: NPROC_PER_NODE, else 1"
+    )
 
 
 @dataclass

@@ -110,10 +110,8 @@ RULES: dict[str, Rule] = {
     **_later("dataloader_drop_last", "leave it out: every row is seen once per epoch, the last batch weighted right"),
     **_satisfied("packing_num_proc", "packing gives the same rows for any number of processes"),
     **_satisfied("packing_strategy", "best-fit decreasing is the strategy", ("binpack",), "only binpack is there"),
-    **_satisfied("padding_side", "training doesn't depend on the side", ("right", "left")),
-    **_satisfied(
-        "template_backend", "the tokenizer's own chat template is used in training and inference", ("jinja", "swift")
-    ),
+    **_satisfied("padding_side", "training doesn't depend on the side"),
+    **_satisfied("template_backend", "the tokenizer's own chat template is used in training and inference"),
     **_later("agent_template", "leave it out: tools are rendered by the model's own chat template"),
     **_later("preserve_thinking", "leave it out: the template decides which earlier thoughts it keeps"),
     **_later("is_binary_loss_scale", "leave it out: weights are used as they are"),
@@ -132,7 +130,8 @@ RULES: dict[str, Rule] = {
         ("token", "acc", *OFF),
     ),
     **_later("vit_lr aligner_lr max_pixels norm_bbox vit_gradient_checkpointing use_dummy", _TEXT),
-    **_satisfied("freeze_llm freeze_vit freeze_aligner", "text models have no such part", ("true", "false"), _TEXT),
+    **_satisfied("freeze_vit freeze_aligner", "text models have no such part"),
+    **_later("freeze_llm", "freeze parts with --freeze_parameters and --freeze_parameters_ratio"),
     # tuners and optimizers
     **_later("use_galore use_adam_mini use_badam galore_quantization", _GALORE),
     **_later(
@@ -206,12 +205,42 @@ RULES: dict[str, Rule] = {
         "top_entropy_quantile sleep_level offload_model offload_optimizer async_generate multi_turn_scheduler "
         "max_turns log_completions sync_ref_model ref_model_sync_steps ref_model_mixup_alpha generation_batch_size "
         "log_entropy max_resample_times num_ppo_epochs whiten_rewards kl_coef cliprange vf_coef response_length "
-        "move_model_batches use_gym_env gym_env ld_alpha discopop_tau reference_free",
+        "move_model_batches use_gym_env gym_env ld_alpha discopop_tau reference_free "
+        "advantage_reweight cliprange_value completion_length_limit_scope context_manager enable_flattened_weight_sync "
+        "f_divergence_type gamma lam local_rollout_forward_batch_size log_rollout_offpolicy_metrics "
+        "missing_eos_penalty num_generations_eval num_mini_batches num_sample_generations offload_teacher_model "
+        "off_policy_sequence_mask_delta real_tau tau_neg tau_pos wandb_log_unique_prompts",
         _RL,
     ),
     # engines and servers
     **_later("use_vllm use_lmdeploy tensor_parallel_size gpu_memory_utilization max_num_seqs", _ENGINE),
-    **_later("host port api_key served_model_name", "the server (`swift deploy`) is being built"),
+    **_later(
+        "host port api_key served_model_name owned_by log_interval max_logprobs ssl_certfile ssl_keyfile base_url "
+        "server_name server_port share lang studio_title is_multimodal",
+        "the server and the studio are being built",
+    ),
+    **_later(
+        "eval_backend eval_generation_config eval_limit eval_num_proc eval_output_dir eval_url extra_eval_args "
+        "eval_dataset_args local_dataset",
+        "benchmarks are being built; evaluation reports the loss of --val_dataset",
+    ),
+    **_later(
+        "quant_batch_size commit_message mcore_adapter mcore_model template_mode test_convert_dtype "
+        "test_convert_precision thread_count save_missing_weights",
+        "exporting is being built",
+    ),
+    **_later(
+        "sampler_engine sampler_type orm_model prm_model prm_threshold n_best_to_keep num_return_sequences "
+        "num_sampling_batch_size num_sampling_batches easy_query_threshold override_exist_file data_range "
+        "engine_kwargs output_file cache_files",
+        "sampling with rewards is being built; `swift infer --val_dataset FILE` generates one answer a row",
+    ),
+    **_later("mrl_dims reranker_use_activation", _TASK),
+    **_later("val_dataset_sample", "write --val_dataset path#rows"),
+    **_later("min_p", "choose --top_p or --top_k", ("0", "0.0", *OFF)),
+    **_satisfied("write_batch_size", "every result is written when it is there"),
+    **_satisfied("use_logits_to_keep", "logits are computed for trained tokens only"),
+    **_satisfied("verbose", "see --log_level"),
     **_later(
         "to_cached_dataset to_ollama to_mcore to_hf to_peft_format quant_n_samples group_size",
         "exporting is being built",

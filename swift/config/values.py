@@ -176,7 +176,7 @@ def _int(words: Sequence[str]) -> int:
 
 
 def _float(words: Sequence[str]) -> float:
-    number = float(words[0])
+    number = float(words[0].lower().replace(".inf", "inf"))  # YAML writes infinity as .inf
     if math.isnan(number):
         raise ValueError(words[0])
     return number

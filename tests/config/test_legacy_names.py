@@ -1,0 +1,121 @@
+"""Flags of ms-swift and Hugging Face scripts: translated, accepted with a note, or refused with advice; never ignored."""
+
+from __future__ import annotations
+
+import pytest
+
+from swift.config import InferConfig, SftConfig, parse_command_line
+from swift.config.legacy import RULES, VALUE_NAMES, VALUES_LATER, judge
+from swift.config.schema import names_of, settings_of
+from swift.config.values import Words
+from swift.core.errors import UsageError
+
+
+def sft(*words: str):
+    return parse_command_line(SftConfig, words, command="sft")
+
+
+def test_a_script_of_ms_swift_2():
+    words = "--model_type qwen --model_id_or_path X --sft_type lora --template_type AUTO --dtype AUTO --dataset a.jsonl"
+    config = sft(*words.split(), "--lora_target_modules", "ALL", "--use_flash_attn", "false").config
+    assert config.model.model == "X" and config.model.model_type == "qwen"
+    assert config.tuner.tuner_type == "lora" and config.template.template is None and config.model.torch_dtype is None
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [
+        ("--dtype bf16", "bfloat16"),
+        ("--dtype fp16", "float16"),
+        ("--dtype fp32", "float32"),
+        ("--bf16 true", "bfloat16"),
+    ],
+)
+def test_precision(words, dtype):
+    assert sft(*words.split()).config.model.torch_dtype == dtype
+
+
+def test_precision_said_twice_must_agree():
+    with pytest.raises(UsageError, match="disagree"):
+        sft("--bf16", "true", "--torch_dtype", "float32")
+
+
+def test_attention():
+    assert sft("--attn_impl", "flash_attn").config.model.attn_impl == "flash_attention_2"
+    assert sft("--use_flash_attn", "true").config.model.attn_impl == "flash_attention_2"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--load_from_cache_file true", "--lazy_tokenize false", "--dataloader_num_workers 4", "--check_model false",
+        "--average_tokens_across_devices true", "--bf16 false", "--sequence_parallel_size 1", "--deepspeed none",
+        "--streaming false", "--task_type causal_lm", "--use_liger_kernel false", "--packing_strategy binpack",
+        "--tuner_backend peft", "--freeze_vit true", "--push_to_hub false", "--save_safetensors",
+    ],
+)  # fmt: skip
+def test_satisfied_flags_are_accepted_with_a_note(words):
+    parsed = sft(*words.split())
+    assert len(parsed.notes) == 1 and words.split()[0] in parsed.notes[0] and "\n" not in parsed.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("--deepspeed zero2", "--nproc_per_node"),
+        ("--fsdp fsdp2", "--nproc_per_node"),
+        ("--sequence_parallel_size 2", "--nproc_per_node"),
+        ("--rlhf_type dpo", "being built"),
+        ("--use_liger_kernel true", "leave it out"),
+        ("--quant_method bnb", "unquantized"),
+        ("--streaming true", "leave it out"),
+        ("--streaming", "leave it out"),
+        ("--average_tokens_across_devices false", "leave it out"),
+        ("--vllm_max_model_len 5", "transformers"),
+        ("--report_to wandb", "tensorboard"),
+        ("--tuner_type longlora", "lora"),
+        ("--optim paged_adamw_8bit", "adamw"),
+        ("--dataloader_drop_last true", "leave it out"),
+        ("--packing_strategy sequential", "binpack"),
+        ("--push_to_hub true", "upload"),
+    ],
+)
+def test_missing_features_are_refused_with_advice(words, advice):
+    with pytest.raises(UsageError) as caught:
+        sft(*words.split())
+    assert "not available yet" in caught.value.message and advice in (caught.value.fix or "")
+    assert caught.value.exit_code == 2
+
+
+def test_in_files_as_well(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("deepspeed: {zero_optimization: {stage: 2}}\nbf16: true\n")
+    with pytest.raises(UsageError, match=r"deepspeed .*not available yet") as caught:
+        sft(str(path))
+    assert f"{path}:1" in caught.value.render()
+
+
+def test_no_rule_hides_a_setting():
+    ours = set(names_of(SftConfig)) | set(names_of(InferConfig))
+    assert not ours & set(RULES), "a setting that exists can't be foreign"
+
+
+def test_every_rule_gives_advice_or_a_reason():
+    for name, rule in RULES.items():
+        assert rule.instead or rule.satisfied == ("*",), f"{name}: refused without advice"
+        if rule.satisfied == ("*",):
+            assert rule.note, f"{name}: accepted without a reason"
+        assert judge(name, Words(("xyzzy",))) is not None
+
+
+def test_value_tables_name_real_settings_and_values():
+    settings = settings_of(SftConfig) | settings_of(InferConfig)
+    for name, table in VALUE_NAMES.items():
+        for new in table.values():
+            assert new == "none" or not settings[name].choices or new in settings[name].choices
+    for name, later in VALUES_LATER.items():
+        assert not set(later) & set(settings[name].choices), "that value is there by now"
+
+
+def test_unknown_flags_stay_unknown():
+    assert judge("no_such_flag_anywhere", Words(("1",))) is None

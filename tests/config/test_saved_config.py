@@ -1,0 +1,135 @@
+"""The configuration that a run leaves behind, and taking it up again."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from swift.config import (
+    CONFIG_NAME,
+    InferConfig,
+    MergeLoraConfig,
+    PtConfig,
+    SftConfig,
+    build_config,
+    load_config,
+    parse_command_line,
+    save_config,
+    to_flat,
+    with_saved_config,
+)
+from swift.config.saved import newest_checkpoint
+from swift.core.errors import UsageError
+
+
+@pytest.mark.parametrize("cls", [SftConfig, PtConfig, InferConfig, MergeLoraConfig])
+def test_round_trip_keeps_every_value(cls, tmp_path):
+    config = build_config(cls, {"model": "owner/name", "adapters": ["a: b", "#c", "no"]})
+    path = save_config(config, tmp_path)
+    assert path == tmp_path / CONFIG_NAME
+    assert load_config(cls, tmp_path) == config
+
+
+def test_round_trip_of_awkward_values(tmp_path):
+    config = build_config(
+        SftConfig,
+        {
+            "system": "first: line\n  second # line\n\ttabbed “quoted” 'x' \"y\" 中文 🎉\n", "learning_rate": 1e-5,
+            "adam_epsilon": 1e-12, "max_grad_norm": float("inf"), "model_name": ["no", "1e5"], "save_strategy": "no",
+            "columns": {"yes": "no", "1": "2"}, "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+            "target_modules": ["[a]", "null"],
+        },
+    )  # fmt: skip
+    save_config(config, tmp_path / "my.yaml")
+    assert load_config(SftConfig, tmp_path / "my.yaml") == config
+    assert parse_command_line(SftConfig, [str(tmp_path / "my.yaml")], command="sft").config == config
+
+
+def test_local_models_are_written_absolute(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    save_config(build_config(SftConfig, {"model": "model", "adapters": ["owner/name"]}), tmp_path)
+    saved = load_config(SftConfig, tmp_path)
+    assert saved.model.model == str(tmp_path / "model") and saved.model.adapters == ["owner/name"]
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run with one complete checkpoint, as sft leaves it."""
+    config = build_config(
+        SftConfig,
+        {
+            "model": "owner/base", "dataset": ["rows.jsonl"], "system": "be brief", "max_steps": 20, "lora_rank": 3,
+            "val_dataset": ["v.jsonl"], "resume_from_checkpoint": None, "torch_dtype": "bfloat16",
+        },
+    )  # fmt: skip
+    folder = tmp_path / "run" / "checkpoint-5"
+    folder.mkdir(parents=True)
+    for place in (folder, folder.parent):
+        save_config(config, place)
+    (folder / "complete.json").write_text("{}")
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/other"}))
+    return folder.parent
+
+
+def test_resume_takes_what_is_not_given(run_dir):
+    checkpoint = str(run_dir / "checkpoint-5")
+    parsed = parse_command_line(SftConfig, ["--resume_from_checkpoint", checkpoint, "--max_steps", "40"], command="sft")
+    assert parsed.config.model.model == "owner/base" and parsed.config.tuner.lora_rank == 3
+    assert parsed.config.training.max_steps == 40, "what is given wins"
+    assert parsed.config.training.resume_from_checkpoint == checkpoint
+    assert parsed.origins["lora_rank"] == "checkpoint" and CONFIG_NAME in parsed.places["lora_rank"]
+
+
+def test_resume_latest_and_run_folder(run_dir):
+    for values in (
+        {"resume_from_checkpoint": str(run_dir)},
+        {"resume_from_checkpoint": "latest", "output_dir": str(run_dir.parent)},
+    ):
+        assert build_config(SftConfig, values).tuner.lora_rank == 3
+
+
+def test_only_the_weights(run_dir):
+    config = build_config(SftConfig, {"resume_from_checkpoint": str(run_dir), "resume_only_model": True, "model": "x"})
+    assert config.tuner.lora_rank == 8 and config.training.max_steps == -1
+
+
+def test_inference_takes_model_and_template_only(run_dir):
+    config = build_config(InferConfig, {"adapters": [str(run_dir / "checkpoint-5")]})
+    assert config.model.model == "owner/base" and config.template.system == "be brief"
+    assert config.data.val_dataset == [] and config.model.torch_dtype is None
+    config = build_config(
+        InferConfig, {"adapters": [str(run_dir / "checkpoint-5")], "load_data_args": True, "system": "x"}
+    )
+    assert config.data.val_dataset == ["v.jsonl"] and config.template.system == "x"
+    config = build_config(InferConfig, {"adapters": [str(run_dir / "checkpoint-5")], "load_args": False, "model": "y"})
+    assert config.model.model == "y" and config.template.system is None
+
+
+def test_adapters_of_other_tools_name_their_base(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/other"}))
+    for cls in (InferConfig, MergeLoraConfig, SftConfig):
+        assert build_config(cls, {"adapters": [str(tmp_path)]}).model.model == "owner/other"
+
+
+def test_with_saved_config(run_dir):
+    values = with_saved_config(SftConfig, {"train": {"max_steps": 7}}, run_dir / "checkpoint-5")
+    assert values["max_steps"] == 7 and values["lora_rank"] == 3
+    assert to_flat(build_config(SftConfig, values))["lora_rank"] == 3
+    with pytest.raises(UsageError, match=CONFIG_NAME):
+        with_saved_config(SftConfig, {}, run_dir.parent.parent / "nothing")
+
+
+def test_newest_checkpoint_is_the_last_finished_one(tmp_path):
+    for number, (name, complete) in enumerate(
+        [("v0/checkpoint-20", True), ("v1/checkpoint-5", True), ("v1/checkpoint-10", False), ("v1/checkpoint-x", True)]
+    ):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        if complete:
+            (folder / "complete.json").write_text("{}")
+            os.utime(folder / "complete.json", (1000 + number, 1000 + number))
+    assert newest_checkpoint(tmp_path) == tmp_path / "v1/checkpoint-5"
+    assert newest_checkpoint(tmp_path / "none") is None
