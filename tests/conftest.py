@@ -11,7 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the network is a mistake
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fixtures import (  # noqa: E402, F401
+from fixtures import (  # noqa: F401
     base_tokenizer,
     chat_rows,
     tiny_config,

@@ -118,7 +118,7 @@ def chat_rows() -> Callable[[int], list[dict[str, Any]]]:
     """`chat_rows(n)`: n different short conversations in the messages shape, of different lengths."""
 
     def make(count: int) -> list[dict[str, Any]]:
-        words = "paris rain seven music river stone cloud green table window".split()
+        words = ["paris", "rain", "seven", "music", "river", "stone", "cloud", "green", "table", "window"]
         rows = []
         for i in range(count):
             tail = " ".join(words[(i + k) % len(words)] for k in range(i % 7 + 1))

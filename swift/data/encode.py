@@ -81,8 +81,8 @@ class ChatEncoder:
         notices: what the user should be told once.
         counts: what happened while encoding: `own_examples` (turns that became examples of their own), `masked_turns`,
             `continued_prompts` (examples that are generation prompt + answer, because the template can't show them
-            whole: thoughts it always drops), `merged_borders` (answers whose first characters would merge with the prompt's last token), `special_text` (rows
-            whose messages contain the text of special tokens).
+            whole: thoughts it always drops), `merged_borders` (answers whose first characters would merge with the
+            prompt's last token), `special_text` (rows whose messages contain the text of special tokens).
 
     Raises:
         TemplateError: the template can't be trained on; names it. UsageError: settings that contradict each other.

@@ -1,0 +1,165 @@
+"""`swift data check` and `swift data preview`: look at training data before anything is trained."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from swift.config.commands import SftConfig
+from swift.config.data import DataConfig, TemplateConfig
+from swift.config.fields import setting
+from swift.config.model import ModelConfig
+from swift.config.parse import parse_command_line, require_choice
+from swift.core.errors import UsageError
+from swift.core.files import write_atomic
+
+if TYPE_CHECKING:
+    from swift.data.encode import ChatEncoder
+
+_ACTIONS = {
+    "check": "read every row, and report bad rows, lengths, truncation and duplicates",
+    "preview": "show each example's tokens, coloured by what is trained",
+}
+
+
+@dataclass
+class CheckOptions:
+    """Check"""
+
+    report_dir: str | None = setting(None, help="folder that gets ledger.jsonl and report.json; default: none written")
+    json: bool = setting(False, help="print the findings as JSON")
+
+
+@dataclass
+class PreviewOptions:
+    """Preview"""
+
+    n: int = setting(3, help="rows to show")
+    html: str | None = setting(None, help="file to write the preview to, as a self-contained page")
+
+
+@dataclass
+class CheckConfig(SftConfig):
+    """Everything that `swift sft` takes, so that the data of a training file can be checked as it stands."""
+
+    check: CheckOptions = field(default_factory=CheckOptions)
+
+
+@dataclass
+class PreviewConfig(SftConfig):
+    """Everything that `swift sft` takes, so that the data of a training file can be looked at as it stands."""
+
+    preview: PreviewOptions = field(default_factory=PreviewOptions)
+
+
+@dataclass
+class CheckHelp:
+    """Read every row of the data and report on it; without --model, lengths are counted in characters."""
+
+    check: CheckOptions = field(default_factory=CheckOptions)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    template: TemplateConfig = field(default_factory=TemplateConfig)
+
+
+@dataclass
+class PreviewHelp:
+    """Show the tokens that rows become, and which of them are trained."""
+
+    preview: PreviewOptions = field(default_factory=PreviewOptions)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    template: TemplateConfig = field(default_factory=TemplateConfig)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns the exit code (check: 1 when a row is bad)."""
+    action = require_choice(arguments[0] if arguments else None, _ACTIONS, "data")
+    rest = arguments[1:]
+    return _check(rest) if action == "check" else _preview(rest)
+
+
+def _check(arguments: list[str]) -> int:
+    config = _parse(CheckConfig, CheckHelp, arguments, "data check", "FILE ... [--model M] [--flag value ...]")
+    encoder = _encoder(config, config.template) if config.model.model else None
+    from swift.data.check import run_check
+
+    folder = Path(config.check.report_dir) if config.check.report_dir else None
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+    report = run_check(config.data, config.template, encoder, seed=config.training.seed, run_dir=folder)
+    as_json = json.dumps(report.summary(), ensure_ascii=False, indent=2)
+    if folder:
+        write_atomic(folder / "report.json", as_json + "\n")
+    print(as_json if config.check.json else report.render())
+    return report.exit_code
+
+
+def _preview(arguments: list[str]) -> int:
+    usage = "FILE ... --model M [--n 3] [--html out.html] [--flag value ...]"
+    config = _parse(PreviewConfig, PreviewHelp, arguments, "data preview", usage)
+    if not config.model.model:
+        raise UsageError("a preview needs a tokenizer", where="--model", fix="--model FOLDER, a hub id, or smollm2")
+    if config.preview.n < 1:
+        raise UsageError(f"--n is {config.preview.n}: nothing would be shown", where="--n", fix="--n 3")
+    encoder = _encoder(config, config.template)
+    from rich.console import Console
+
+    from swift.data.preview import ProblemView, View, html_page, terminal_text, view_row
+    from swift.data.rows import RowProblem
+    from swift.data.selection import iter_rows
+
+    views: list[View] = []
+    rows = iter_rows(config.data.dataset, config.data, need_answer=True, seed=config.training.seed)
+    for ref, row in islice(rows, config.preview.n):
+        views += [ProblemView(str(ref), row)] if isinstance(row, RowProblem) else view_row(encoder, row)
+    if config.preview.html:
+        path = Path(config.preview.html)
+        title = "Preview of " + ", ".join(config.data.dataset)
+        write_atomic(path, html_page(views, title, encoder.notices))
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    for note in encoder.notices:
+        console.print(note, markup=False)
+    for view in views:
+        console.print(terminal_text(view, colour=console.is_terminal and not console.no_color))
+        console.print()
+    if config.preview.html:
+        console.print(f"written to {config.preview.html}", markup=False)
+    return int(any(isinstance(view, ProblemView) for view in views))
+
+
+C = TypeVar("C", bound=SftConfig)
+
+
+def _parse(cls: type[C], help_class: type[Any], arguments: list[str], command: str, usage: str) -> C:
+    """The configuration: files without a flag are datasets, a YAML file is a training file."""
+    if {"-h", "--help"} & set(arguments):
+        parse_command_line(help_class, arguments, command=command, usage=usage)  # raises the request for help
+    files = []
+    rest = list(arguments)
+    while rest and not rest[0].startswith("-") and not rest[0].lower().endswith((".yaml", ".yml")):
+        files.append(rest.pop(0))
+    if files:
+        rest = ["--dataset", *files, *rest]
+    parsed = parse_command_line(cls, rest, command=command, positionals=["[FILE...]"], usage=usage)
+    config = parsed.config
+    config.data.dataset = [*config.data.dataset, *parsed.positionals]
+    if not config.data.dataset:
+        raise UsageError(f"`swift {command}` needs data", fix=f"swift {command} {usage}")
+    for note in parsed.notes:
+        print(note, file=sys.stderr)
+    return config
+
+
+def _encoder(config: SftConfig, template: TemplateConfig) -> ChatEncoder:
+    """The encoder that training would use; over-long rows are counted rather than raised."""
+    from swift.data.encode import ChatEncoder
+    from swift.models.loading import load_tokenizer, resolve_model
+
+    if template.truncation_strategy == "raise":
+        template = replace(template, truncation_strategy="delete")
+    return ChatEncoder(load_tokenizer(resolve_model(config.model), config.model), template)

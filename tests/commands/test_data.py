@@ -1,0 +1,112 @@
+"""`swift data check` and `swift data preview`, from words to exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from swift.commands.data import main
+from swift.config.parse import HelpRequested
+from swift.core.errors import SwiftError, UsageError
+
+
+@pytest.fixture
+def data(tmp_path: Path, write_rows, chat_rows) -> str:
+    return str(write_rows(tmp_path / "rows.jsonl", chat_rows(6)))
+
+
+@pytest.fixture
+def bad_data(tmp_path: Path, write_rows, chat_rows) -> str:
+    rows = [*chat_rows(2), {"messages": [{"role": "user", "content": "no answer"}]}]
+    return str(write_rows(tmp_path / "bad.jsonl", rows))
+
+
+def test_check_counts_tokens_as_training_would(data, tiny_model_dir, capsys):
+    from swift.config.data import TemplateConfig
+    from swift.config.model import ModelConfig
+    from swift.data.encode import ChatEncoder
+    from swift.data.rows import Row, RowRef
+    from swift.models.loading import load_tokenizer
+
+    assert main(["check", data, "--model", str(tiny_model_dir), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    encoder = ChatEncoder(load_tokenizer(tiny_model_dir, ModelConfig()), TemplateConfig())
+    rows = [json.loads(line) for line in Path(data).read_text().splitlines()]
+    lengths = [len(encoder.encode(Row(RowRef("x", 1), row["messages"]))[0].input_ids) for row in rows]
+    assert report["unit"] == "tokens" and report["lengths"]["max"] == max(lengths)
+    assert report["lengths"]["min"] == min(lengths)
+
+
+def test_check_without_a_model_needs_no_tokenizer(data, capsys):
+    assert main(["check", data]) == 0
+    assert "characters per row" in capsys.readouterr().out
+
+
+def test_check_returns_one_and_names_the_bad_row(bad_data, tiny_model_dir, tmp_path, capsys):
+    folder = tmp_path / "report"
+    words = ["check", bad_data, "--model", str(tiny_model_dir), "--report_dir", str(folder)]
+    assert main(words) == 1
+    assert "bad.jsonl:3" in capsys.readouterr().out
+    assert json.loads((folder / "report.json").read_text())["unit"] == "tokens"
+    assert "bad.jsonl" in (folder / "ledger.jsonl").read_text()
+
+
+def test_check_takes_a_training_file(data, tiny_model_dir, tmp_path, capsys):
+    config = tmp_path / "run.yaml"
+    config.write_text(f"model: {tiny_model_dir}\ndataset: [{data}]\nmax_length: 4\nlearning_rate: 1e-4\n")
+    main(["check", str(config)])
+    assert "dropped 6 too_long" in capsys.readouterr().out
+
+
+def test_a_json_data_file_is_data(tmp_path, chat_rows, capsys):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(chat_rows(3)))
+    assert main(["check", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["unit"] == "characters"
+
+
+def test_preview_shows_n_rows_and_writes_html(data, tiny_model_dir, tmp_path, capsys):
+    out = tmp_path / "sub" / "out.html"
+    assert main(["preview", data, "--model", str(tiny_model_dir), "--n", "2", "--html", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert text.count("rows.jsonl:") == 2 and text.count("⟦Answer ") == 2 and "<|im_end|>⟧" in text
+    assert out.read_text().count("<h2>") == 2
+
+
+def test_preview_follows_template_flags(data, tiny_model_dir, capsys):
+    assert main(["preview", data, "--model", str(tiny_model_dir), "--n", "1", "--system", "Be odd."]) == 0
+    assert "Be odd." in capsys.readouterr().out
+
+
+def test_preview_shows_bad_rows_as_such(bad_data, tiny_model_dir, capsys):
+    assert main(["preview", bad_data, "--model", str(tiny_model_dir)]) == 1
+    text = capsys.readouterr().out
+    assert "bad.jsonl:3" in text and "fix:" in text and text.count("⟦") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["preview", "x.jsonl"], "needs a tokenizer"),
+        (["check"], "needs data"),
+        (["chek"], "did you mean check"),
+        (["check", "missing.jsonl"], "missing.jsonl"),
+        (["check", "x.jsonl", "--max_lenght", "5"], "max_length"),
+        (["preview", "x.jsonl", "--model", "m", "--n", "0"], "--n"),
+    ],
+)
+def test_mistakes_are_named(words, message):
+    with pytest.raises(SwiftError) as error:
+        main(words)
+    assert message in error.value.render()
+    if "missing.jsonl" not in words:
+        assert isinstance(error.value, UsageError)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["check", "--help"], ["preview", "--help"]])
+def test_help(words):
+    with pytest.raises(HelpRequested) as request:
+        main(words)
+    assert "swift data" in request.value.text
