@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.commands.precheck import precheck
-from swift.config import InferConfig, build_config, to_flat
+from swift.config import InferConfig, SftConfig, build_config, load_config, to_flat
 from swift.core.errors import UsageError
 from swift.core.logging import get_logger, rank, world_size
 
 if TYPE_CHECKING:
     from swift.inference.batch import BatchReport
+    from swift.inference.inputs import Inputs
     from swift.inference.loading import Prepared
 
 log = get_logger("infer")
@@ -67,12 +68,6 @@ def main(config: InferConfig) -> int:
 
 
 def _has_rows(config: InferConfig) -> bool:
-    if config.infer.load_data_args and not config.data.val_dataset:
-        raise UsageError(
-            "the checkpoint names no evaluation file (--val_dataset)",
-            where="--load_data_args",
-            fix="--val_dataset FILE",
-        )
     return bool(config.data.val_dataset or config.data.dataset)
 
 
@@ -100,15 +95,14 @@ def _talk(config: InferConfig) -> int:
 def _answer(config: InferConfig) -> BatchReport:
     """A batch job, begun or continued."""
     from swift.inference.batch import BatchJob
-    from swift.inference.inputs import Inputs
     from swift.inference.loading import prepare
     from swift.inference.results import Share
 
     if config.generation.stream:
         raise UsageError("a batch job can't stream", where="--stream", fix="leave --stream out with --val_dataset")
-    inputs = Inputs(config.data)
     prepared = prepare(config)
     _notices(prepared)
+    inputs = _inputs(prepared)
     settings = {**inputs.fingerprint, **prepared.identity(), **asdict(config.generation)}
     settings.pop("stream")
     share = Share(rank(), world_size())
@@ -126,6 +120,25 @@ def _answer(config: InferConfig) -> BatchReport:
         share=share,
     )
     return job.run()
+
+
+def _inputs(prepared: Prepared) -> Inputs:
+    """The rows to answer: the evaluation files; else what the checkpoint's run set aside; else all of `--dataset`."""
+    from swift.inference.inputs import Inputs, evaluation_split
+
+    config = prepared.config
+    data, seed = config.data, config.generation.seed
+    if data.val_dataset or not config.infer.load_data_args:
+        return Inputs(data.val_dataset or data.dataset, data, seed)
+    trained = load_config(SftConfig, prepared.adapter or prepared.base)
+    held = evaluation_split(trained, prepared.tokenizer)
+    if not held:
+        raise UsageError(
+            "the checkpoint's run had no evaluation rows",
+            where="--load_data_args",
+            fix="name the rows with --val_dataset FILE",
+        )
+    return Inputs(trained.data.dataset, trained.data, trained.training.seed, only=held)
 
 
 def _result_path(prepared: Prepared, settings: dict[str, Any], num_processes: int) -> Path:

@@ -96,23 +96,22 @@ class BatchJob:
         with ResultFile(path, self.settings, share=self.share, resume=self.resume) as results:
             first = results.num_lines
             indices = range(self.share.index(first), self.inputs.num_rows, self.share.size)
-            progress = Progress(first + len(indices), first)
             interrupted = False
             try:
+                if indices:
+                    self._answer_rows(indices, results)
                 if not results.complete:
-                    self._answer_rows(indices, results, progress)
                     results.finish()
             except KeyboardInterrupt:
                 interrupted = True
-            finally:
-                if indices:
-                    progress.close()
             return BatchReport(path, self.inputs.num_rows, results.statuses, interrupted, first)
 
-    def _answer_rows(self, indices: range, results: ResultFile, progress: Progress) -> None:
-        if not indices:
-            return
+    def _answer_rows(self, indices: range, results: ResultFile) -> None:
         engine = self.load_engine()
+        with Progress(results.num_lines + len(indices), results.num_lines) as progress:
+            self._answer_windows(engine, indices, results, progress)
+
+    def _answer_windows(self, engine: Engine, indices: range, results: ResultFile, progress: Progress) -> None:
         rows = self.inputs.read(self.encoder, indices)
         size = WINDOW_BATCHES * engine.max_batch_size
         while window := list(islice(rows, size)):

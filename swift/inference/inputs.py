@@ -8,18 +8,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
+from swift.config import SftConfig
 from swift.config.data import DataConfig
 from swift.core.errors import SwiftError, UsageError
 from swift.core.logging import get_logger
+from swift.data.dataset import prepare_datasets
 from swift.data.encode import ChatEncoder
-from swift.data.readers import FileTally, parse_raw, read_raw
 from swift.data.rows import Row, RowProblem, RowRef
-from swift.data.shapes import ANSWER_COLUMNS, RowOptions, normalise_row
-from swift.data.sources import Source, parse_source
+from swift.data.selection import data_rng, iter_rows, open_source
+from swift.data.sources import parse_source
 from swift.inference.prompts import conversation_prompt, text_prompt
 
 log = get_logger("inference")
@@ -57,89 +57,90 @@ class InputRow:
         return fields
 
 
-@dataclass
 class Inputs:
     """All rows of a job.
 
+    Args:
+        datasets: dataset arguments, `path[:subset][#rows]`.
+        data: how rows are read.
+        seed: of the sample that `#rows` draws.
+        only: take these rows alone, each once; None for all.
+
     Raises:
-        UsageError, DataError: on creation, when a file is missing, empty or unreadable as a whole.
+        UsageError, DataError: a file is missing, empty or unreadable as a whole.
 
     Attributes:
         num_rows: how many there are.
-        fingerprint: what they are, for the result file's settings: a hash of every file and how it is read.
+        fingerprint: what they are, for the result file's settings: a hash of every file, and how it is read.
     """
 
-    config: DataConfig
-    sources: list[Source] = field(init=False)
-    num_rows: int = field(init=False)
-    fingerprint: dict[str, Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        arguments = self.config.val_dataset or self.config.dataset
-        if not arguments:
+    def __init__(
+        self, datasets: list[str], data: DataConfig, seed: int, *, only: frozenset[RowRef] | None = None
+    ) -> None:
+        if not datasets:
             raise UsageError("there are no rows to answer", where="--val_dataset", fix="--val_dataset FILE")
-        self.sources = [parse_source(text) for text in arguments]
-        named = next((source.text for source in self.sources if source.self_cognition), None)
-        if named:
-            raise UsageError(
-                f"{named} has blanks for a name and an author, which only training fills in",
-                where="--val_dataset",
-                fix="give a file of questions, or ask interactively",
-            )
-        counts = [self._count(source) for source in self.sources]
-        self.num_rows = sum(counts)
-        self.fingerprint = {
+        self._datasets = datasets
+        self._data = data
+        self._seed = seed
+        self._only = only
+        counts = [self._count(text) for text in datasets]
+        self.num_rows = sum(counts) if only is None else len(only)
+        self.fingerprint: dict[str, Any] = {
             "rows": [
-                {"sha256": [_sha256(file.path) for file in source.files], "part": source.files[0].part, "count": count}
-                for source, count in zip(self.sources, counts, strict=True)
+                {"argument": text.rpartition("#")[2] if "#" in text else None, "count": count, "files": _hashes(text)}
+                for text, count in zip(datasets, counts, strict=True)
             ],
-            "columns": self.config.columns,
-            "auto_columns": not self.config.disable_auto_column_mapping,
+            "only": sorted(map(str, only)) if only is not None else None,
+            "columns": data.columns,
+            "auto_columns": not data.disable_auto_column_mapping,
+            "sampled": data.dataset_shuffle,
         }
 
     def read(self, encoder: ChatEncoder, indices: range) -> Iterator[InputRow]:
         """The rows at `indices`, encoded."""
-        options = RowOptions(
-            columns=tuple((self.config.columns or {}).items()),
-            auto=not self.config.disable_auto_column_mapping,
-            need_answer=False,
-        )
-        for index, (ref, raw) in enumerate(self._raw()):
+        for index, (ref, row) in enumerate(self._rows()):
             if index in indices:
-                yield _input_row(index, ref, raw, options, encoder)
+                yield _input_row(index, ref, row, encoder)
 
-    def _raw(self) -> Iterator[tuple[RowRef, Any]]:
-        for source in self.sources:
-            left = source.count
-            for file in source.files:
-                for line, raw in read_raw(file, FileTally()):
-                    if left == 0:
-                        break
-                    left = None if left is None else left - 1
-                    yield RowRef(str(file.path), line), raw
+    def _rows(self) -> Iterator[tuple[RowRef, Row | RowProblem]]:
+        rows = iter_rows(self._datasets, self._data, need_answer=False, seed=self._seed)
+        if self._only is None:
+            yield from rows
+            return
+        seen: set[RowRef] = set()
+        for ref, row in rows:
+            if ref in self._only and ref not in seen:
+                seen.add(ref)
+                yield ref, row
 
-    def _count(self, source: Source) -> int:
-        count = 0
-        tally = FileTally()
-        for file in source.files:
-            for _ in read_raw(file, tally):
-                count += 1
-        for note in (*source.notes, *tally.notes):
+    def _count(self, text: str) -> int:
+        reading = open_source(parse_source(text), self._data, data_rng(self._data, self._seed))
+        count = sum(len(chunk.rows) for chunk in reading.chunks())
+        for note in reading.notes:
             log.info(note)
-        if tally.blank:
-            log.info("%s: %d blank line(s) are no rows", source.text, tally.blank)
-        if source.count is not None and source.count > count:
-            log.info("%s: there are %d rows", source.text, count)
-        return count if source.count is None else min(count, source.count)
+        if reading.blank:
+            log.info("%s: %d blank line(s) are no rows", text, reading.blank)
+        return max(count, reading.choice.count or 0)
 
 
-def _input_row(index: int, ref: RowRef, raw: Any, options: RowOptions, encoder: ChatEncoder) -> InputRow:
+def evaluation_split(config: SftConfig, tokenizer: Any) -> frozenset[RowRef]:
+    """The rows that a training run set aside for evaluation (`split_dataset_ratio`), found as it found them."""
+    # the tokenizer of a checkpoint carries its template; the file it came from may be gone
+    template = replace(config.template, template=None) if tokenizer.chat_template else config.template
+    encoder = ChatEncoder(tokenizer, template)
+    prepared = prepare_datasets(config.data, template, encoder, seed=config.training.seed)
+    held = prepared.val
+    return frozenset() if held is None else frozenset(held.ref(index) for index in range(len(held)))
+
+
+def _input_row(index: int, ref: RowRef, row: Row | RowProblem, encoder: ChatEncoder) -> InputRow:
     result = InputRow(index, ref)
     try:
-        record = {k: v for k, v in parse_raw(raw).items() if v is not None or k not in ANSWER_COLUMNS}
-        result.row, _ = normalise_row(record, ref, options)
-        messages, result.reference = split_reference(result.row.messages)
-        result.prompt = prompt_of(result.row, messages, encoder)
+        if isinstance(row, RowProblem):
+            raise row
+        result.row = row
+        messages, result.reference = split_reference(row.messages)
+        result.prompt = prompt_of(row, messages, encoder)
     except RowProblem as problem:
         result.problem = (problem.reason, " ".join(filter(None, [problem.message, problem.fix and f"({problem.fix})"])))
     except SwiftError as error:
@@ -175,6 +176,10 @@ def prompt_of(row: Row, messages: list[dict[str, Any]], encoder: ChatEncoder) ->
     return conversation_prompt(encoder, messages, row.tools, row.template_kwargs or None)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _hashes(text: str) -> list[str]:
+    """SHA-256 of every file of a dataset argument."""
+    hashes = []
+    for part in parse_source(text).files:
+        with part.path.open("rb") as file:
+            hashes.append(hashlib.file_digest(file, "sha256").hexdigest() + (f":{part.part}" if part.part else ""))
+    return hashes

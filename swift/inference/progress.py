@@ -49,7 +49,10 @@ class Progress:
         eta = f"  ETA {human_time(left)}" if left is not None and self._done < self._total else ""
         return f"{self._done}/{self._total} rows  {share}%  {self._tokens / elapsed:.1f} tokens/s{eta}"
 
-    def close(self) -> None:
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """End the live line."""
         if self._live:
             self._out.write("\n")

@@ -1,0 +1,392 @@
+"""`swift infer` as a whole: batch jobs that lose nothing, checkpoints read back, refusals that help."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import shlex
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from swift.cli import main as cli
+from swift.commands.infer import main, resume_command
+from swift.config import InferConfig, build_config
+from swift.core.errors import DataError, ModelError, SwiftError, UsageError
+from swift.inference.results import meta_path, read_meta
+
+FAST = {"max_new_tokens": 6, "device": "cpu"}
+
+
+def infer(**flags):
+    from swift import infer as public
+
+    return public(**{**FAST, **flags})
+
+
+def results_of(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def rows(tmp_path, chat_rows, write_rows):
+    """30 rows on disk."""
+    return write_rows(tmp_path / "rows.jsonl", chat_rows(30))
+
+
+@pytest.fixture
+def job(tiny_model_dir, rows, tmp_path):
+    """Flags of a batch job over the 30 rows."""
+    return {
+        "model": str(tiny_model_dir),
+        "val_dataset": [str(rows)],
+        "result_path": str(tmp_path / "out" / "results.jsonl"),
+        "max_batch_size": 2,
+    }
+
+
+def test_one_line_per_row_in_order_whatever_the_row(tiny_model_dir, tmp_path):
+    long = {"query": "word " * 1200}
+    lines = [
+        '{"messages": [{"role": "user", "content": "What is red?"}, {"role": "assistant", "content": "A colour"}]}',
+        "not json",
+        json.dumps(long),
+        '{"messages": [{"role": "user", "content": null}]}',
+        '{"query": "Say hi", "response": "hi", "id": 17}',
+        '{"messages": [{"role": "assistant", "content": "nothing before"}]}',
+        '{"messages": [{"role": "wizard", "content": "x"}]}',
+        '{"messages": [{"role": "user", "content": "two\\nlines 🤖"}]}',
+        '{"text": "Once upon a time"}',
+        '{"query": "cut off',
+    ]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(lines), encoding="utf-8")
+    results = infer(model=str(tiny_model_dir), val_dataset=[str(rows)], result_path=str(tmp_path / "r.jsonl"))
+    assert [r["index"] for r in results] == list(range(10))
+    assert [r["source"] for r in results] == [f"{rows}:{n}" for n in range(1, 11)]
+    wanted = ["ok", "error", "error", "error", "ok", "error", "error", "ok", "ok", "error"]
+    assert [r["status"] for r in results] == wanted
+    reasons = [r.get("reason") for r in results if r["status"] == "error"]
+    assert reasons == ["not_json", "not_answerable", "no_content", "no_prompt", "unknown_role", "not_json"]
+    assert "1024" in results[2]["error"]
+    assert results[0]["labels"] == "A colour" and results[4]["labels"] == "hi" and results[7]["labels"] is None
+    assert results[0]["messages"][1]["content"] == "A colour", "the row is kept as it was"
+    assert results[4]["extra"] == {"id": 17}
+    assert results[8]["text"] == "Once upon a time"
+    for r in results:
+        assert (r["response"] is None) == (r["status"] == "error")
+        assert r["num_tokens"] == 0 or r["finish_reason"] in ("stop", "length")
+    assert results_of(tmp_path / "r.jsonl") == results
+
+
+def test_answers_are_those_of_the_engine_on_the_prompt_without_the_reference(job, rows, tiny_model_dir):
+    from swift.config.inference import GenerationConfig
+    from swift.inference.loading import load_engine
+
+    config = build_config(InferConfig, {"model": str(tiny_model_dir), "device": "cpu"})
+    engine = load_engine(config)
+    for result, row in zip(infer(**job), map(json.loads, rows.read_text().splitlines()), strict=True):
+        prompt = engine.encoder.encode_prompt(row["messages"][:-1])
+        alone = engine.generate([prompt], GenerationConfig(max_new_tokens=6))[0]
+        assert result["response"] == alone.text
+        assert result["num_prompt_tokens"] == len(prompt)
+
+
+def test_plain_text_is_continued_with_the_tokens_that_training_saw(tiny_model_copy, tmp_path, write_rows):
+    """A tokenizer that puts a token before every text does so here as well."""
+    from tokenizers import processors
+    from transformers import AutoTokenizer
+
+    from swift.config.data import TemplateConfig
+    from swift.data.encode import ChatEncoder
+    from swift.data.rows import Row, RowRef
+    from swift.inference.prompts import text_prompt
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_copy)
+    bos = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A <|im_end|>",
+        special_tokens=[("<|endoftext|>", bos), ("<|im_end|>", tokenizer.eos_token_id)],
+    )
+    encoder = ChatEncoder(tokenizer, TemplateConfig(use_chat_template=False, loss_scale="all"))
+    trained = encoder.encode(Row(RowRef("f", 1), [], text="Once upon a time"))[0].input_ids.tolist()
+    assert trained[0] == bos
+    assert text_prompt(encoder, "Once upon a time") == trained[:-1]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+def test_killed_and_resumed_equals_uninterrupted(job, tmp_path, sampling):
+    slow = {**job, "max_new_tokens": 60, **sampling}
+    whole = infer(**{**slow, "result_path": str(tmp_path / "whole.jsonl")})
+    path = tmp_path / "out" / "results.jsonl"
+    child = multiprocessing.get_context("fork").Process(target=infer, kwargs=slow)
+    child.start()
+    wait_for_lines(path, 3)
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    kept = path.read_bytes()
+    assert 0 < kept.count(b"\n") < 30, "the kill came too late for this test to mean anything"
+    with path.open("ab") as file:
+        file.write(b'{"index": 29, "torn')
+    assert infer(**slow) == whole
+    assert path.read_bytes().startswith(kept[: kept.rindex(b"\n") + 1]), "answered rows aren't answered again"
+    assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def wait_for_lines(path, count, timeout_s=60):
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if path.exists() and path.read_bytes().count(b"\n") >= count:
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"{path} never had {count} lines")
+
+
+def test_a_finished_job_is_not_run_again(job, monkeypatch):
+    first = infer(**job)
+
+    def no_model(self):
+        raise AssertionError("the model was loaded for nothing")
+
+    monkeypatch.setattr("swift.inference.loading.Prepared.load", no_model)
+    assert infer(**job) == first
+
+
+def test_other_rows_or_settings_are_refused_unless_told(job, rows):
+    infer(**job)
+    with pytest.raises(UsageError, match="temperature"):
+        infer(**job, temperature=0.5)
+    rows.write_text(rows.read_text().replace("Question 3", "Question three"))
+    with pytest.raises(UsageError, match="other rows"):
+        infer(**job)
+    assert len(infer(**job, resume=False)) == 30
+
+
+def test_without_a_path_an_unfinished_file_is_found_and_a_finished_one_left(job, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    del job["result_path"]
+    infer(**job)
+    [first] = (tmp_path / "infer_result").glob("*.jsonl")
+    lines = first.read_bytes().splitlines(keepends=True)
+    meta = read_meta(first)
+    meta_path(first).write_text(json.dumps({**meta, "complete": False}))
+    first.write_bytes(b"".join(lines[:10]))
+    infer(**job)
+    assert first.read_bytes() == b"".join(lines)
+    assert list((tmp_path / "infer_result").glob("*.jsonl")) == [first]
+    time.sleep(1.1)  # the name is the time, in seconds
+    infer(**job)
+    assert len(list((tmp_path / "infer_result").glob("*.jsonl"))) == 2
+
+
+def test_ctrl_c_leaves_a_file_that_the_printed_command_continues(job, tmp_path):
+    path = tmp_path / "out" / "results.jsonl"
+    words = ["infer"]
+    for name, value in {**FAST, **job, "max_new_tokens": 100}.items():
+        words += [f"--{name}", *([str(value)] if not isinstance(value, list) else value)]
+    child = multiprocessing.get_context("fork").Process(target=cli_with_notes, args=(words, tmp_path / "notes.txt"))
+    child.start()
+    wait_for_lines(path, 2)
+    os.kill(child.pid, signal.SIGINT)
+    child.join()
+    notes = (tmp_path / "notes.txt").read_text()
+    assert child.exitcode == 130
+    assert "Traceback" not in notes
+    kept = path.read_bytes()
+    assert 0 < kept.count(b"\n") < 30
+    command = next(line for line in notes.splitlines() if line.strip().startswith("swift infer"))
+    assert cli(shlex.split(command)[1:]) == 0
+    assert path.read_bytes().startswith(kept)
+    assert len(results_of(path)) == 30
+
+
+def cli_with_notes(words, file):
+    logging.getLogger("swift").handlers = [logging.StreamHandler(file.open("w"))]
+    logging.getLogger("swift").setLevel("INFO")
+    raise SystemExit(cli(words))
+
+
+def test_the_printed_command_gives_the_same_configuration(tmp_path):
+    from swift.config import parse_command_line
+
+    flags = {
+        "model": "some/model",
+        "val_dataset": ["a b.jsonl", "c.jsonl#5"],
+        "columns": {"ask": "query"},
+        "stop_words": ["END", "\n\n"],
+        "temperature": 0.0,
+        "merge_lora": True,
+        "dataset_shuffle": False,
+    }
+    config = build_config(InferConfig, flags)
+    words = shlex.split(resume_command(config, tmp_path / "r.jsonl"))[2:]
+    parsed = parse_command_line(InferConfig, words, command="infer").config
+    config.infer.result_path = str(tmp_path / "r.jsonl")
+    assert parsed == config
+
+
+def test_two_processes_answer_as_one(job, tmp_path, monkeypatch):
+    alone = infer(**{**job, "result_path": str(tmp_path / "alone.jsonl")})
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=as_rank, args=(rank, job)) for rank in range(2)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0, 0]
+    path = tmp_path / "out" / "results.jsonl"
+    assert results_of(path) == alone
+    assert sorted(p.name for p in path.parent.iterdir()) == ["results.jsonl", "results.jsonl.meta.json"]
+
+
+def as_rank(rank, flags):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0")
+    raise SystemExit(main(build_config(InferConfig, {**FAST, **flags})))
+
+
+def test_a_conversation_needs_one_process(tiny_model_dir, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="one process"):
+        infer(model=str(tiny_model_dir))
+
+
+def test_exit_codes(job, tmp_path):
+    assert main(build_config(InferConfig, {**FAST, **job})) == 0
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("nope\nnope\n")
+    flags = {**FAST, **job, "val_dataset": [str(bad)], "result_path": str(tmp_path / "bad-results.jsonl")}
+    assert main(build_config(InferConfig, flags)) == 1
+    assert [r["status"] for r in results_of(tmp_path / "bad-results.jsonl")] == ["error"] * 2
+
+
+# --- checkpoints ---
+
+
+@pytest.fixture
+def checkpoint(tiny_model_dir, tmp_path, write_rows, chat_rows):
+    """A LoRA checkpoint as training leaves it: adapter, tokenizer with a template of its own, settings."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from swift import LoRAConfig, Swift
+    from swift.config import SftConfig, save_config
+
+    folder = tmp_path / "run" / "checkpoint-5"
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    model = Swift.prepare_model(model, LoRAConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.5)
+    Swift.save(model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    tokenizer.chat_template = template.read_text()
+    tokenizer.save_pretrained(folder)
+    data = write_rows(tmp_path / "train.jsonl", chat_rows(20))
+    config = build_config(
+        SftConfig,
+        {
+            "model": str(tiny_model_dir),
+            "dataset": [str(data)],
+            "template": str(template),
+            "system": "You are brief.",
+            "split_dataset_ratio": 0.2,
+        },
+    )
+    save_config(config, folder)
+    (folder / "complete.json").write_text("{}")
+    template.write_text("{{ raise_exception('the checkpoint has the template that counts, not this file') }}")
+    return folder
+
+
+def test_a_checkpoint_brings_its_model_template_and_system_prompt(checkpoint, rows, tmp_path):
+    from swift.inference.loading import load_engine
+
+    config = build_config(InferConfig, {"adapters": [str(checkpoint)], "device": "cpu"})
+    engine = load_engine(config)
+    prompt = engine.encoder.encode_prompt([{"role": "user", "content": "hi"}])
+    text = engine.tokenizer.decode(prompt)
+    assert text == "[system] You are brief.<|im_end|>\n[user] hi<|im_end|>\n[assistant] "
+    Path(config.template.template).unlink()  # the file that the template came from doesn't matter any more
+    by_hand = InferConfig()
+    by_hand.model.adapters = [str(checkpoint)]
+    by_hand.infer.device = "cpu"
+    assert load_engine(by_hand).encoder.encode_prompt([{"role": "user", "content": "hi"}]) == prompt
+
+
+def test_results_go_beside_the_checkpoint(checkpoint, rows):
+    infer(adapters=[str(checkpoint)], val_dataset=[str(rows)])
+    [path] = (checkpoint / "infer_result").glob("*.jsonl")
+    assert len(results_of(path)) == 30
+
+
+def test_load_data_args_answers_the_rows_that_training_set_aside(checkpoint, tmp_path):
+    from transformers import AutoTokenizer
+
+    from swift.config import SftConfig, load_config
+    from swift.data.dataset import prepare_datasets
+    from swift.data.encode import ChatEncoder
+
+    results = infer(adapters=[str(checkpoint)], load_data_args=True, result_path=str(tmp_path / "r.jsonl"))
+    trained = load_config(SftConfig, checkpoint)
+    trained.template.template = None
+    encoder = ChatEncoder(AutoTokenizer.from_pretrained(checkpoint), trained.template)
+    held = prepare_datasets(trained.data, trained.template, encoder, seed=42).val
+    assert len(results) == len(held) == 4
+    assert {r["source"] for r in results} == {str(held.ref(i)) for i in range(4)}
+    assert all(r["labels"].startswith("Answer") for r in results)
+
+
+# --- refusals ---
+
+
+def refusal(**flags):
+    with pytest.raises(SwiftError) as caught:
+        infer(**flags)
+    return str(caught.value)
+
+
+def test_missing_things_are_named(tiny_model_dir, rows, tmp_path):
+    missing = str(tmp_path / "no-such-model")
+    assert missing in refusal(model=missing, val_dataset=[str(rows)])
+    gone = str(tmp_path / "rowz.jsonl")
+    text = refusal(model=str(tiny_model_dir), val_dataset=[gone])
+    assert gone in text and "rows.jsonl" in text
+    assert "no-adapter" in refusal(model=str(tiny_model_dir), adapters=[str(tmp_path / "no-adapter")])
+    assert "--model" in refusal(val_dataset=[str(rows)])
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    with pytest.raises(DataError, match="empty"):
+        infer(model=str(tiny_model_dir), val_dataset=[str(empty)])
+
+
+def test_what_cannot_be_combined_is_refused(tiny_model_dir, rows, checkpoint, job):
+    both = [str(checkpoint), str(checkpoint)]
+    assert "2 adapters" in refusal(adapters=both, val_dataset=[str(rows)])
+    assert "--merge_lora" in refusal(**job, merge_lora=True)
+    assert "--stream" in refusal(**job, stream=True)
+    assert "varlen" in refusal(**job, attn_impl="varlen")
+
+
+def test_an_adapter_of_another_model_is_refused_by_name(checkpoint, tmp_path, rows):
+    from fixtures import build_tiny_model
+
+    other = build_tiny_model(tmp_path / "other-model", hidden_size=32, num_attention_heads=2, num_key_value_heads=2)
+    with pytest.raises(ModelError) as caught:
+        infer(model=str(other), adapters=[str(checkpoint)], val_dataset=[str(rows)])
+    assert str(checkpoint) in str(caught.value) or "adapter" in str(caught.value)
+
+
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="there is a GPU")
+def test_a_device_that_is_not_there(tiny_model_dir, rows):
+    assert "--device cuda" in refusal(model=str(tiny_model_dir), val_dataset=[str(rows)], device="cuda")
