@@ -130,7 +130,7 @@ class _Group:
 
     def wait(self) -> int:
         try:
-            while any(child.poll() is None for child in self.children):
+            while None in [child.poll() for child in self.children]:  # a list: every one is polled
                 self._end_stragglers(time.monotonic())
                 time.sleep(POLL_S)
         finally:

@@ -1,4 +1,4 @@
-"""Flags of ms-swift and Hugging Face scripts: translated, accepted with a note, or refused with advice; never ignored."""
+"""Flags of ms-swift and Hugging Face scripts: translated, accepted with a note, or refused with advice."""
 
 from __future__ import annotations
 

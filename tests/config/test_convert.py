@@ -1,0 +1,253 @@
+"""Files of other tools: what they mean here, what is lost, and that the result loads."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from swift.config import InferConfig, MergeLoraConfig, PtConfig, SftConfig, parse_command_line, to_flat
+from swift.config.checks import find_problems
+from swift.config.convert import convert_file, detect_tool
+from swift.core.errors import UsageError
+
+CLASSES = {"sft": SftConfig, "pt": PtConfig, "infer": InferConfig, "merge-lora": MergeLoraConfig}
+
+LLAMA_FACTORY = """\
+model_name_or_path: owner/model-instruct
+trust_remote_code: true
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 16
+lora_target: all
+dataset: identity,mine,pairs,hubbed
+dataset_dir: {data}
+template: llama3
+cutoff_len: 1024
+max_samples: 3
+overwrite_cache: true
+preprocessing_num_workers: 4
+output_dir: saves/x
+logging_steps: 10
+save_steps: 500
+plot_loss: true
+overwrite_output_dir: true
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+ddp_timeout: 180000000
+resume_from_checkpoint: null
+val_size: 0.1
+per_device_eval_batch_size: 1
+eval_strategy: steps
+eval_steps: 500
+neat_packing: true
+train_on_prompt: true
+deepspeed: examples/ds_z3.json
+quantization_bit: 4
+flash_attn: fa2
+some_future_key: 3
+"""
+
+AXOLOTL = """\
+base_model: owner/model
+datasets:
+  - path: {data}/rows.jsonl
+    type: alpaca
+  - path: hub/dataset
+    type: chat_template
+    field_messages: dialogue
+val_set_size: 0.1
+output_dir: ./outputs/lora-out
+adapter: qlora
+lora_model_dir:
+sequence_len: 4096
+sample_packing: true
+eval_sample_packing: true
+lora_r: 32
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_linear: true
+wandb_project:
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 4
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+train_on_inputs: false
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+logging_steps: 1
+flash_attention: true
+warmup_steps: 10
+evals_per_epoch: 4
+saves_per_epoch: 1
+weight_decay: 0.0
+special_tokens:
+  pad_token: "<pad>"
+"""
+
+MS_SWIFT = """\
+ENV: {CUDA_VISIBLE_DEVICES: "0,1"}
+model: Qwen/Qwen2.5-7B-Instruct
+train_type: lora
+dataset: ["a.jsonl#500"]
+torch_dtype: bfloat16
+lora_rank: 8
+target_modules: all-linear
+learning_rate: 1e-4
+max_length: 2048
+system: You are a helper.
+template: qwen2_5
+deepspeed: zero2
+dataloader_num_workers: 4
+use_liger_kernel: false
+"""
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    rows = [{"ask": str(i), "reply": "y"} for i in range(5)]
+    (folder / "mine.json").write_text(json.dumps(rows))
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    info = {
+        "mine": {"file_name": "mine.json", "columns": {"prompt": "ask", "response": "reply"}},
+        "pairs": {"file_name": "pairs.json", "ranking": True},
+        "hubbed": {"hf_hub_url": "owner/rows"},
+    }
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    return folder
+
+
+def converted(tmp_path, text: str, **options):
+    source = tmp_path / "theirs.yaml"
+    source.write_text(text)
+    result = convert_file(source, **options)
+    target = tmp_path / "ours.yaml"
+    target.write_text(result.to_yaml(source.name))
+    parsed = parse_command_line(CLASSES[result.command], [str(target)], command=result.command)
+    return result, to_flat(parsed.config), target.read_text(), parsed.config
+
+
+def test_llama_factory(tmp_path, data):
+    result, flat, text, config = converted(tmp_path, LLAMA_FACTORY.format(data=data))
+    expected = {
+        "model": "owner/model-instruct", "trust_remote_code": True, "tuner_type": "lora", "lora_rank": 16,
+        "target_modules": ["all-linear"], "dataset": ["self-cognition", f"{data}/mine.json#3"], "max_length": 1024,
+        "columns": {"ask": "instruction", "reply": "output"}, "dataset_num_proc": 4, "output_dir": "saves/x",
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "learning_rate": 1e-4,
+        "torch_dtype": "bfloat16", "split_dataset_ratio": 0.1, "eval_strategy": "steps", "eval_steps": 500,
+        "packing": True, "loss_scale": "all", "attn_impl": "flash_attention_2",
+    }  # fmt: skip
+    assert {name: flat[name] for name in expected} == expected
+    defaults = {"lora_alpha": 32.0, "lora_dropout": 0.0, "weight_decay": 0.0, "adam_beta2": 0.999, "strict": False}
+    assert {name: flat[name] for name in defaults} == defaults, "its defaults are written out"
+    assert set(result.lost) == {
+        "dataset identity", "dataset pairs", "dataset hubbed", "deepspeed", "quantization_bit", "some_future_key",
+    }  # fmt: skip
+    for key in result.lost:
+        assert f"#   {key}: " in text
+    assert "template" in result.satisfied and "plot_loss" in result.satisfied
+    assert find_problems(config) == []
+
+
+def test_llama_factory_pretraining_and_full(tmp_path, data):
+    text = (
+        f"model_name_or_path: m\nstage: pt\nfinetuning_type: full\ndataset: mine\ndataset_dir: {data}\npure_bf16: true"
+    )
+    result, flat, _, config = converted(tmp_path, text)
+    assert result.command == "pt" and isinstance(config, PtConfig)
+    assert flat["tuner_type"] == "full" and flat["lora_alpha"] == 32 and flat["torch_dtype"] == "bfloat16"
+
+
+def test_llama_factory_inference_and_export(tmp_path):
+    text = "model_name_or_path: m\nadapter_name_or_path: saves/a, saves/b\ntemplate: llama3\ntemperature: 0.5"
+    result, flat, _, _ = converted(tmp_path, text)
+    assert result.command == "infer" and flat["adapters"] == ["saves/a", "saves/b"] and flat["temperature"] == 0.5
+    text = "model_name_or_path: m\nadapter_name_or_path: a\ntemplate: x\nexport_dir: out\nexport_size: 2"
+    result, flat, _, _ = converted(tmp_path, text)
+    assert result.command == "merge-lora" and flat["output_dir"] == "out" and flat["max_shard_size"] == "2GB"
+
+
+def test_llama_factory_preference_stages_are_listed(tmp_path):
+    result, *_ = converted(tmp_path, "model_name_or_path: m\nstage: dpo\nfinetuning_type: lora\npref_beta: 0.1")
+    assert {"stage", "pref_beta"} <= set(result.lost)
+
+
+def test_axolotl(tmp_path, data):
+    result, flat, _, config = converted(tmp_path, AXOLOTL.format(data=data))
+    expected = {
+        "model": "owner/model", "tuner_type": "lora", "lora_rank": 32, "lora_alpha": 16.0, "lora_dropout": 0.05,
+        "target_modules": ["all-linear"], "dataset": [f"{data}/rows.jsonl"], "split_dataset_ratio": 0.1,
+        "columns": {"dialogue": "messages"}, "max_length": 4096, "packing": True, "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4, "num_train_epochs": 4.0, "learning_rate": 2e-4, "lr_scheduler_type": "cosine",
+        "warmup_steps": 10, "warmup_ratio": 0.0, "save_strategy": "epoch", "gradient_checkpointing": True,
+        "adam_beta2": 0.999, "torch_dtype": None,
+    }  # fmt: skip
+    assert {name: flat[name] for name in expected} == expected
+    assert set(result.lost) == {"dataset hub/dataset", "optimizer", "load_in_4bit", "special_tokens", "evals_per_epoch"}
+    assert find_problems(config) == []
+
+
+def test_axolotl_full_tuning_completion_and_freezing(tmp_path, data):
+    text = f"""
+base_model: m
+datasets: [{{path: {data}/rows.jsonl, type: completion, field: reply}}]
+unfrozen_parameters: ["^lm_head", "layers.1"]
+bf16: true
+save_steps: 0.1
+chat_template: chatml
+"""
+    result, flat, _, _ = converted(tmp_path, text)
+    assert result.command == "pt" and flat["tuner_type"] == "full" and flat["columns"] == {"reply": "text"}
+    assert flat["freeze_parameters_ratio"] == 1.0 and flat["trainable_parameters_regex"] == "(^lm_head)|(layers.1)"
+    assert flat["torch_dtype"] == "bfloat16" and flat["template"] == "chatml" and "save_steps" in result.lost
+
+
+def test_ms_swift(tmp_path):
+    result, flat, text, _ = converted(tmp_path, MS_SWIFT)
+    assert result.tool == "ms-swift" and result.command == "sft"
+    assert flat["dataset"] == ["a.jsonl#500"] and flat["tuner_type"] == "lora" and flat["learning_rate"] == 1e-4
+    assert flat["strict"] is False, "its default"
+    assert set(result.lost) == {"deepspeed"}
+    assert set(result.satisfied) == {"template", "dataloader_num_workers", "use_liger_kernel"}
+    assert yaml.safe_load(text)["ENV"] == {"CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+def test_the_tool_is_told_by_its_words(tmp_path):
+    assert detect_tool(yaml.safe_load(LLAMA_FACTORY.format(data="data")), tmp_path) == "llamafactory"
+    assert detect_tool(yaml.safe_load(AXOLOTL.format(data="data")), tmp_path) == "axolotl"
+    assert detect_tool(yaml.safe_load(MS_SWIFT), tmp_path) == "ms-swift"
+    with pytest.raises(UsageError, match="none of the known tools"):
+        detect_tool({"x": 1}, tmp_path)
+
+
+SAYS_THE_DEFAULT = {"stage", "finetuning_type", "train_on_inputs", "tf32", "use_liger_kernel", "adapter"}
+
+
+@pytest.mark.parametrize("text", [LLAMA_FACTORY, AXOLOTL, MS_SWIFT], ids=["llamafactory", "axolotl", "ms-swift"])
+def test_nothing_disappears(tmp_path, data, text):
+    """Without any one key of the source, the outcome is another: a setting, a loss or a remark less."""
+    source = yaml.safe_load(text.replace("{data}", str(data)))
+    path = tmp_path / "theirs.yaml"
+    tool = detect_tool(source, path)
+
+    def outcome(values):
+        path.write_text(yaml.safe_dump(values))
+        result = convert_file(path, tool=tool, command="sft")
+        return result.values, result.comments, result.lost, result.satisfied, result.env
+
+    whole = outcome(source)
+    for key, value in source.items():
+        if value is not None and key not in SAYS_THE_DEFAULT:
+            assert outcome({k: v for k, v in source.items() if k != key}) != whole, f"{key} had no effect"
