@@ -76,6 +76,13 @@ class History:
         self._resumed = False
         self._file: IO[str] | None = None
 
+    @classmethod
+    def of_run(cls, run_dir: Path) -> History:
+        """The history of a finished run, for reading."""
+        history = cls(run_dir)
+        history.records = read_history(run_dir)
+        return history
+
     def resume_at(self, step: int, previous_run: Path | None = None) -> None:
         """Keep the history up to `step` and forget what came after it: those steps are about to be run again.
 
@@ -107,6 +114,11 @@ class History:
             if "event" not in record and isinstance(record.get(name), (int, float)) and "step" in record
         ]
         return [step for step, _ in points], [float(value) for _, value in points]
+
+    def seconds(self) -> float | None:
+        """Training time that the newest `finish` event tells."""
+        found = [record.get("seconds") for record in self.records if record.get("event") == "finish"]
+        return found[-1] if found else None
 
     def close(self) -> None:
         if self._file is not None:
