@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from swift.config import save_config
 from swift.config.commands import SftConfig
+from swift.config.training import EvalConfig
 from swift.core.errors import CheckpointError
 from swift.core.files import human_bytes
 from swift.data.dataset import Prepared, TokenDataset, load_prepared, prepare_datasets
@@ -106,6 +107,16 @@ def _prepare_once(config: SftConfig, session: Session, encoder: ChatEncoder) -> 
     return prepared
 
 
+def evaluation_rhythm(config: SftConfig, val: TokenDataset | None) -> EvalConfig:
+    """When to evaluate: as asked, else whenever a checkpoint is due; never without evaluation rows."""
+    strategy = config.eval.eval_strategy or config.checkpoint.save_strategy
+    return replace(
+        config.eval,
+        eval_strategy="no" if val is None else strategy,
+        eval_steps=config.eval.eval_steps or config.checkpoint.save_steps,
+    )
+
+
 def data_seed(config: SftConfig) -> int:
     """Seed of sampling, splitting and order."""
     return config.training.seed if config.data.data_seed is None else config.data.data_seed
@@ -172,6 +183,7 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
     _check_identity(session, identity)
     session.state.data_fingerprint, session.state.layout = identity.rows, identity.order
     step_callback = adapter_step_callback(model.whole)
+    evaluation = evaluation_rhythm(config, data.val)
     parts = TrainerParts(
         module=module,
         optimizer=optimizer,
@@ -184,7 +196,7 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
         run_dir=session.run_dir,
         training=config.training,
         checkpoint=config.checkpoint,
-        evaluation=config.eval,
+        evaluation=evaluation,
         logging_steps=config.monitor.logging_steps,
         total_steps=steps,
         eval_examples=data.val,
