@@ -16,7 +16,7 @@ import numpy as np
 
 from swift.config.data import DataConfig, TemplateConfig
 from swift.data.ledger import Ledger, SourceTally
-from swift.data.pipeline import Chunk, ChunkResult, Encoder, RowResult, Task, run_chunks
+from swift.data.pipeline import Chunk, ChunkResult, Encoder, RowResult, Task, Workers
 from swift.data.rows import RowRef
 from swift.data.selection import TRAIN, VALIDATION, data_rng, open_source, row_options
 from swift.data.sources import Source, resolve_sources
@@ -160,10 +160,11 @@ def run_check(
     ledger = Ledger(run_dir / "ledger.jsonl" if run_dir else None, strict=False, max_bad_rows=float("inf"))
     check = _Check(data, ledger, Task(row_options(data, need_answer=True), encoder, facts=True))
     try:
-        for number, source in enumerate(train):
-            check.add(TRAIN, source, data_rng(data, seed, 0, number))
-        for number, source in enumerate(validation):
-            check.add(VALIDATION, source, data_rng(data, seed, 1, number))
+        with check.workers:
+            for number, source in enumerate(train):
+                check.add(TRAIN, source, data_rng(data, seed, 0, number))
+            for number, source in enumerate(validation):
+                check.add(VALIDATION, source, data_rng(data, seed, 1, number))
     finally:
         ledger.close()
     return check.report(template.max_length if encoder else None)
@@ -175,7 +176,7 @@ class _Check:
     def __init__(self, data: DataConfig, ledger: Ledger, task: Task) -> None:
         self.data = data
         self.ledger = ledger
-        self.task = task
+        self.workers = Workers(task, data.dataset_num_proc)
         self.lengths: list[int] = []
         self.digests: list[bytes] = []
         self.refs: list[tuple[int, int]] = []
@@ -188,7 +189,7 @@ class _Check:
         """Read one source."""
         tally = self.ledger.begin(split, source.text)
         reading = open_source(source, self.data, rng)
-        for chunk, result in run_chunks(reading.chunks(), self.task, self.data.dataset_num_proc):
+        for chunk, result in self.workers.run(reading.chunks()):
             self._take(chunk, result, tally)
         tally.blank = reading.blank
         tally.repeated = len(reading.choice.repetitions(tally.read, rng))
@@ -217,7 +218,7 @@ class _Check:
         self.roles.update(facts.roles)
         if facts.roles:
             self.turns[facts.turns] += 1
-        if self.task.encoder is None:
+        if self.workers.task.encoder is None:
             self.lengths.append(facts.characters)
         elif row.lengths and not facts.roles:  # a plain text, whole again
             self.lengths.append(sum(row.lengths) + row.truncated)
@@ -229,7 +230,7 @@ class _Check:
     def report(self, max_length: int | None) -> CheckReport:
         """The finished report."""
         lengths = np.asarray(self.lengths, dtype=np.int64)
-        report = CheckReport(self.ledger, "tokens" if self.task.encoder else "characters", lengths, max_length)
+        report = CheckReport(self.ledger, "tokens" if self.workers.task.encoder else "characters", lengths, max_length)
         report.roles, report.turns = self.roles, self.turns
         if max_length is not None:
             report.over = int((lengths > max_length).sum())

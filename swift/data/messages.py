@@ -91,8 +91,8 @@ def _turns_of(message: dict[str, Any], number: int, unused: Callable[[str], None
             'each message needs "role" and "content" (or "from" and "value")',
         )
     kind = _role(role, number)
-    for key in message:
-        if key not in _READ_KEYS:
+    for key, value in message.items():
+        if value is not None and (key not in _READ_KEYS or key in _unread_by(kind)):
             unused(f"messages[].{key}")
     turn: dict[str, Any] = {"role": kind}
     content = _pick(message, ("content", "value"), number)
@@ -112,6 +112,12 @@ def _turns_of(message: dict[str, Any], number: int, unused: Callable[[str], None
             turn["tool_calls"] = calls
     _copy_marks(message, turn, number)
     return [turn]
+
+
+def _unread_by(kind: str) -> tuple[str, ...]:
+    """Known keys that mean nothing in a message of this role."""
+    names = () if kind == "tool" else ("name", "tool_call_id")
+    return names if kind == "assistant" else (*names, *_REASONING_KEYS)
 
 
 def _role(role: Any, number: int) -> str:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
+import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from itertools import chain, islice
+from multiprocessing import get_context, parent_process
 from typing import Any, Protocol
 
 import numpy as np
@@ -125,7 +128,7 @@ class Task:
         if chunk.identity:
             fill_identity(row, chunk.identity)
             unused.discard("tag")
-        result.unused.update(unused)
+        result.unused.update(sorted(unused))  # sets have another order in every process
         if self.facts:
             fate.facts = _facts(row)
         return row
@@ -191,36 +194,52 @@ def chunked(rows: Iterable[RawRow], file: str, identity: Identity | None = None)
         yield Chunk(file, piece, identity)
 
 
-def run_chunks(chunks: Iterable[Chunk], task: Task, num_proc: int) -> Iterator[tuple[Chunk, ChunkResult]]:
-    """Each chunk with its result, in order.
+class Workers:
+    """Runs chunks, in this process or in several that live as long as the `with` block."""
 
-    Raises:
-        DataError: if a worker process dies.
-    """
-    if num_proc <= 1:
-        for chunk in chunks:
-            yield chunk, task.run(chunk)
-        return
-    waiting: deque[tuple[Chunk, Future[ChunkResult]]] = deque()
-    # spawn, not fork: threads of tokenizers and torch don't survive a fork
-    pool = ProcessPoolExecutor(num_proc, get_context("spawn"), initializer=_start_worker, initargs=(task,))
-    try:
-        for chunk in chunks:
-            waiting.append((chunk, pool.submit(_work, chunk)))
-            if len(waiting) >= 3 * num_proc:  # bounds memory; keeps every worker busy
+    def __init__(self, task: Task, num_proc: int) -> None:
+        self.task = task
+        self.num_proc = num_proc
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def run(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, ChunkResult]]:
+        """Each chunk with its result, in order.
+
+        Raises:
+            DataError: if a worker process dies.
+        """
+        first = list(islice(chunks, 2))
+        if self.num_proc <= 1 or (len(first) < 2 and not self._pool):  # not worth starting processes for
+            for chunk in chain(first, chunks):
+                yield chunk, self.task.run(chunk)
+            return
+        if not self._pool:
+            # spawn, not fork: threads of tokenizers and torch don't survive a fork
+            context = get_context("spawn")
+            self._pool = ProcessPoolExecutor(self.num_proc, context, _start_worker, (self.task,))
+        waiting: deque[tuple[Chunk, Future[ChunkResult]]] = deque()
+        try:
+            for chunk in chain(first, chunks):
+                waiting.append((chunk, self._pool.submit(_work, chunk)))
+                if len(waiting) >= 3 * self.num_proc:  # bounds memory; keeps every worker busy
+                    done, future = waiting.popleft()
+                    yield done, future.result()
+            while waiting:
                 done, future = waiting.popleft()
                 yield done, future.result()
-        while waiting:
-            done, future = waiting.popleft()
-            yield done, future.result()
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a process that reads rows died (killed for memory, or it could not start)",
-            fix="lower --dataset_num_proc; a Python script that uses it must guard its code with "
-            "`if __name__ == '__main__':`",
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a process that reads rows died (killed for memory, or it could not start)",
+                fix="lower --dataset_num_proc; a Python script that uses it must guard its code with "
+                "`if __name__ == '__main__':`",
+            ) from error
 
 
 _task: Task | None = None
@@ -229,7 +248,17 @@ _task: Task | None = None
 def _start_worker(task: Task) -> None:
     global _task
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core per worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _task = task
+
+
+def _end_with_parent() -> None:
+    """A worker must not outlive a parent that was killed."""
+    parent = parent_process()
+    if parent:
+        parent.join()
+        os._exit(1)
 
 
 def _work(chunk: Chunk) -> ChunkResult:

@@ -10,6 +10,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from swift.data.sources import COMPRESSIONS, DataFile
 RawRow = tuple[int, bytes | dict[str, Any] | RowProblem]
 # keys that make a top-level object of a .json file one row rather than a table of rows
 _ROW_KEYS = {"messages", "conversations", "conversation", "history", "tools"}
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BOMS = (  # UTF-32 first: its little-endian mark begins with UTF-16's
     (b"\xff\xfe\x00\x00", "utf-32"),
     (b"\x00\x00\xfe\xff", "utf-32"),
@@ -163,7 +165,7 @@ class _ZstStream(io.RawIOBase):
 def _read_jsonl(file: DataFile, tally: FileTally) -> Iterator[RawRow]:
     with _open(file, tally) as stream:
         for number, line in enumerate(_counted(stream, file, tally), 1):
-            line = line.strip(b" \t\r\n")
+            line = line.strip(b" \t\r\n").removeprefix(b"\xef\xbb\xbf")  # joined files have marks inside
             if line:
                 yield number, line
             else:
@@ -350,7 +352,7 @@ def _read_json(file: DataFile, tally: FileTally) -> Iterator[RawRow]:
         tally.notes.append(f"{file.path}: read as jsonl (one object after another)")
         while start < len(text):
             value, end = scanner.value(start)
-            yield scanner.line(start), value
+            yield scanner.line(start), _row_or_problem(value, scanner.suspect)
             start = scanner.skip(end)
         return
     yield from scanner.items(*_rows_in_object(value, scanner, start, file))
@@ -384,6 +386,7 @@ class _Scanner:
     def __init__(self, text: str, file: DataFile) -> None:
         self.text = text
         self.file = file
+        self.suspect = _SURROGATE.search(text) is not None
         self.decoder = json.JSONDecoder(object_pairs_hook=pairs_once, parse_constant=lambda _: None)
         self._position, self._line = 0, 1
 
@@ -423,12 +426,12 @@ class _Scanner:
     def items(self, position: int, single: bool = False) -> Iterator[RawRow]:
         """The rows of the list that starts here (or the one object)."""
         if single:
-            yield self.line(position), _row_or_problem(self.value(position)[0])
+            yield self.line(position), _row_or_problem(self.value(position)[0], self.suspect)
             return
         position = self.skip(position + 1)
         while position < len(self.text) and self.text[position] != "]":
             value, end = self.value(position)
-            yield self.line(position), _row_or_problem(value)
+            yield self.line(position), _row_or_problem(value, self.suspect)
             position = self.skip(end)
             if self.text[position : position + 1] == ",":
                 position = self.skip(position + 1)
@@ -452,13 +455,14 @@ class _Scanner:
             position = self.skip(self.skip(self.value(position)[1]) + 1)
 
 
-def _row_or_problem(value: Any) -> dict[str, Any] | RowProblem:
+def _row_or_problem(value: Any, suspect: bool) -> dict[str, Any] | RowProblem:
     if not isinstance(value, dict):
         return RowProblem("not_an_object", f"the row is not an object: {excerpt(value)}")
-    try:
-        refuse_lone_surrogates(value)
-    except RowProblem as problem:
-        return problem
+    if suspect:
+        try:
+            refuse_lone_surrogates(value)
+        except RowProblem as problem:
+            return problem
     return value
 
 

@@ -125,14 +125,18 @@ class Progress:
     def add(self, rows: int, reading: SourceReading) -> None:
         """Count the rows of a chunk and report."""
         self.rows += rows
-        self.share = min(1.0, (self._finished + reading.bytes_done) / max(1, self._total))
-        self.seconds = time.monotonic() - self._start
-        if self.report:
-            self.report(self)
+        self._tell(self._finished + reading.bytes_done)
 
     def finish(self, source: Source) -> None:
         """A source is through."""
         self._finished += sum(file.path.stat().st_size for file in source.files)
+        self._tell(self._finished)
+
+    def _tell(self, bytes_done: float) -> None:
+        self.share = min(1.0, bytes_done / max(1, self._total))
+        self.seconds = time.monotonic() - self._start
+        if self.report:
+            self.report(self)
 
 
 def open_source(source: Source, data: DataConfig, rng: np.random.Generator) -> SourceReading:

@@ -41,6 +41,9 @@ _ALL = (
 )
 
 
+_PREFERENCE_FIX = 'this is a preference row; to train on the better answer: --columns \'{"chosen": "messages"}\''
+
+
 @dataclass(frozen=True)
 class RowOptions:
     """How rows are read.
@@ -63,15 +66,15 @@ def normalise_row(record: dict[str, Any], ref: RowRef, options: RowOptions) -> t
         RowProblem: if the row has no known layout or a value in it is wrong.
     """
     columns = _Columns(_rename(record, options.columns), options.auto)
-    media = next((name for name in MEDIA_COLUMNS if columns.peek(name)), None)
-    if media and options.auto:
+    media = next((name for name in MEDIA_COLUMNS if columns.values.get(name)), None)
+    if media:
         raise RowProblem("multimodal", f"the row has {media!r}: only text can be trained so far", f"remove {media!r}")
     row = Row(ref, [], template_kwargs=_template_kwargs(columns))
     row.tools = _tools(columns.take("tools"))
     row.messages, row.text = _body(columns)
     if row.text is None:
         _add_system(row.messages, columns)
-        _check_conversation(row, options.need_answer)
+        _check_conversation(row.messages, set(columns.values), options.need_answer)
     elif not row.text.strip():
         raise RowProblem("empty", "the text is empty")
     row.extra = columns.rest()
@@ -182,10 +185,7 @@ def _prompt(columns: _Columns) -> tuple[str | None, Any]:
         if not any(parts):
             raise RowProblem("no_content", "'instruction' and 'input' are both empty")
         return "instruction", "\n".join(part for part in parts if part)
-    name, prompt = columns.first(PROMPT_COLUMNS)
-    if name is not None and prompt is None:
-        raise RowProblem("no_content", f"{name!r} is null or empty")
-    return name, prompt
+    return columns.first(PROMPT_COLUMNS)
 
 
 def _plain(name: str, value: Any) -> str:
@@ -258,19 +258,21 @@ def _template_kwargs(columns: _Columns) -> dict[str, Any]:
     return {key: value for key, value in raw.items() if value is not None}  # parquet fills absent keys with null
 
 
-def _check_conversation(row: Row, need_answer: bool) -> None:
-    turns = [message for message in row.messages if message["role"] == "assistant"]
-    if not any(message["role"] != "system" for message in row.messages):
-        raise RowProblem("empty", "the conversation has no messages" if not row.messages else "only a system message")
+def _check_conversation(messages: list[dict[str, Any]], names: set[str], need_answer: bool) -> None:
+    turns = [message for message in messages if message["role"] == "assistant"]
+    if not any(message["role"] != "system" for message in messages):
+        raise RowProblem("empty", "the conversation has no messages" if not messages else "only a system message")
     if not need_answer:
         return
     if not turns:
         raise RowProblem(
             "no_assistant",
             "the conversation has no assistant turn, so there is nothing to train on",
-            'add an answer; if it is in another column, name it: --columns \'{"that_column": "response"}\'',
+            _PREFERENCE_FIX
+            if "chosen" in names
+            else 'add an answer; if it is in another column, name it: --columns \'{"that_column": "response"}\'',
         )
-    for number, message in enumerate(row.messages, 1):
+    for number, message in enumerate(messages, 1):
         silent = message["role"] == "assistant" and message.get("loss") is not False
         if silent and not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")):
             raise RowProblem(
@@ -284,8 +286,8 @@ def _no_layout(columns: _Columns) -> RowProblem:
     names = [str(name) for name in columns.values]
     if not names:
         return RowProblem("empty", "the row is an empty object")
-    if {"chosen", "rejected"} & set(names):
-        fix = 'this is a preference row; to train on the better answer: --columns \'{"chosen": "messages"}\''
+    if "chosen" in names:
+        fix = _PREFERENCE_FIX
     else:
         hints = [f"{name!r}: {hint}" for name in names if (hint := did_you_mean(name, _ALL))]
         fix = "; ".join([*hints, "name them with --columns, such as --columns '{\"" + names[0] + '": "query"}\''])

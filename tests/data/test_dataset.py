@@ -306,6 +306,8 @@ def test_val_dataset(prepare: Callable[..., Prepared], chat_rows: Rows, write_ro
     assert (len(prepared.train), len(prepared.val)) == (5, 2)
     assert [tally.split for tally in prepared.ledger.sources] == ["train", "validation"]
     assert prepared.ledger.totals["validation"]["examples"] == 2
+    assert not prepared.ledger.notes
+    assert "both for training and for evaluation" in prepare(train, val_dataset=[str(train)]).ledger.notes[0]
 
 
 def test_self_cognition_rows_are_filled_in(prepare: Callable[..., Prepared], tokenizer: Any) -> None:
@@ -339,7 +341,8 @@ def test_the_number_of_processes_changes_nothing(
     monkeypatch.setattr("swift.data.pipeline.CHUNK_ROWS", 16)
     path = write_rows(tmp_path / "a.jsonl", [*chat_rows(90), BAD, LONG, *chat_rows(60)])
     settings: dict[str, Any] = {"strict": False, "max_bad_rows": 5, "split_dataset_ratio": 0.1}
-    one, two = (prepare(f"{path}#200", dataset_num_proc=n, **settings) for n in (1, 2))
+    small = write_rows(tmp_path / "b.jsonl", chat_rows(3))
+    one, two = (prepare(f"{path}#200", small, f"{path}#50", dataset_num_proc=n, **settings) for n in (1, 2))
     assert one.train.digest() == two.train.digest()
     assert one.val is not None and two.val is not None and one.val.digest() == two.val.digest()
     assert one.ledger.summary() == two.ledger.summary()
@@ -510,5 +513,5 @@ def test_progress_reaches_the_end_and_never_falls(
     (tmp_path / "b.json").write_text(json.dumps(chat_rows(20)))
     seen: list[tuple[int, float]] = []
     prepare(path, tmp_path / "b.json", progress=lambda state: seen.append((state.rows, state.share)))
-    assert seen == sorted(seen) and len(seen) == 9
-    assert seen[-1][0] == 120 and 0 < seen[0][1] < 0.2 and seen[6][1] < 1.0
+    assert seen == sorted(seen) and len(seen) == 7 + 1 + 2 + 1  # after each chunk and at the end of each file
+    assert seen[-1] == (120, 1.0) and 0 < seen[0][1] < 0.3 and seen[7][1] < 1.0

@@ -49,6 +49,7 @@ FORMATS: dict[str, tuple[bytes, list[int]]] = {
     "crlf.jsonl": (jsonl(ROWS, "\r\n").encode(), [1, 2, 3, 4]),
     "no-newline-at-end.jsonl": (jsonl(ROWS).rstrip().encode(), [1, 2, 3, 4]),
     "bom.jsonl": (b"\xef\xbb\xbf" + jsonl(ROWS).encode(), [1, 2, 3, 4]),
+    "joined.jsonl": ((jsonl(ROWS[:2]) + "\ufeff" + jsonl(ROWS[2:])).encode(), [1, 2, 3, 4]),
     "blank.jsonl": (("\n" + jsonl(ROWS, "\n \t\n")).encode(), [2, 4, 6, 8]),
     "utf16.jsonl": (jsonl(ROWS).encode("utf-16"), [1, 2, 3, 4]),
     "utf32.jsonl": (jsonl(ROWS).encode("utf-32"), [1, 2, 3, 4]),
@@ -281,6 +282,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("train-00000-of-00002.csv", "train-00001-of-00002.csv", "test.csv"):
         put(tmp_path / "parts" / name, "query,response\na,b\n")
     put(tmp_path / "odd #1:x.jsonl", jsonl(ROWS))
+    put(tmp_path / "run#5" / "a.jsonl", jsonl(ROWS))
     put(tmp_path / "mixed" / "a.jsonl", jsonl(ROWS))
     put(tmp_path / "mixed" / "notes.txt", "x")
     put(tmp_path / "texts" / "notes.txt", "x")
@@ -297,6 +299,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("one.jsonl#1_000", ["one.jsonl"], 1000),
         ("odd #1:x.jsonl", ["odd #1:x.jsonl"], None),
         ("odd #1:x.jsonl#2", ["odd #1:x.jsonl"], 2),
+        ("run#5", ["run#5/a.jsonl"], None),
         (".", ["a.jsonl", "b.jsonl", "odd #1:x.jsonl", "one.jsonl"], None),
         (".#2", ["a.jsonl", "b.jsonl", "odd #1:x.jsonl", "one.jsonl"], 2),
         (".:sub", ["sub/x.jsonl"], None),

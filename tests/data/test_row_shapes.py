@@ -242,9 +242,10 @@ def test_template_kwargs_are_kept_per_row() -> None:
 
 
 def test_unused_columns_and_keys_are_named() -> None:
-    record = {"messages": [{**U, "id": 3}, A], "rejected_response": "B", "label": True, "empty": None}
+    user = {**U, "id": 3, "name": "n", "reasoning": "r", "nothing": None}
+    record = {"messages": [user, A], "rejected_response": "B", "label": True, "empty": None}
     row, unused = normalise_row(record, REF, RowOptions())
-    assert unused == {"rejected_response", "label", "messages[].id"}
+    assert unused == {"rejected_response", "label", "messages[].id", "messages[].name", "messages[].reasoning"}
     assert row.extra == {"rejected_response": "B", "label": True}
 
 
@@ -363,6 +364,12 @@ REFUSALS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     ),
     "unknown columns": ({"messges": [U, A]}, "no_known_columns", "messges", "messages"),
     "preference row": ({"chosen": [U, A], "rejected": [U, A]}, "no_known_columns", "chosen", "preference"),
+    "preference row with a prompt": (
+        {"prompt": "U", "chosen": [U, A], "rejected": [U, A]},
+        "no_assistant",
+        "no assistant",
+        "preference",
+    ),
     "empty object": ({}, "empty", "empty object", ""),
     "template kwargs a list": (
         {"messages": [U, A], "chat_template_kwargs": [1]},
