@@ -12,18 +12,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from swift.config.data import TemplateConfig
 from swift.core.errors import DataError, TemplateError, UsageError
+from swift.data.conversation import last_round_thinks, read_system, shape_calls, turn_weights, without_marks
 from swift.data.probe import TemplateFacts, probe
 from swift.data.rows import Row, RowProblem
-from swift.data.spans import Conversation, TurnFinder, split_thoughts
+from swift.data.shown import check_shown
+from swift.data.spans import Conversation, TurnFinder
 from swift.data.template import Refusal, Renderer, install_template
 from swift.data.tokens import Tokens, added_token_pattern
 
@@ -103,7 +104,7 @@ class ChatEncoder:
                 where="--truncation_strategy",
                 fix="use delete, left or right, or --use_chat_template false",
             )
-        self.system = _read_system(config.system)
+        self.system = read_system(config.system)
         self.counts: Counter[str] = Counter()
         self.notices: list[str] = []
         self.template: str | None = None
@@ -117,6 +118,8 @@ class ChatEncoder:
             voice = self._voice(None)
             self.template = voice.render.template
             self._check_system(voice)
+            if config.enable_thinking is not None and voice.facts.thinking_key is None:
+                self.notices.append(f"--enable_thinking changes nothing: {self._name} has no such switch")
         self.eos_token: str | None = tokenizer.eos_token
         if self.eos_token is None and (not self.use_chat_template or self._voice(None).facts.opener_closes):
             raise TemplateError(
@@ -235,12 +238,12 @@ class ChatEncoder:
         self, messages: list[dict], tools: list[dict] | None, template_kwargs: dict, *, answered: bool
     ) -> Conversation:
         facts = self._voice(tools).facts
-        prepared = [_without_marks(message) for message in messages]
+        prepared = [without_marks(message) for message in messages]
         inserted = int(bool(self.system) and not any(message["role"] == "system" for message in prepared[:1]))
         if inserted:
             prepared.insert(0, {"role": "system", "content": self.system})
         if any("tool_calls" in message for message in prepared):
-            prepared = _shape_calls(prepared, facts)
+            prepared = shape_calls(prepared, facts)
         kwargs: dict[str, Any] = {}
         if self.config.enable_thinking is not None:
             kwargs["enable_thinking"] = self.config.enable_thinking
@@ -248,7 +251,7 @@ class ChatEncoder:
                 kwargs[facts.thinking_key] = self.config.enable_thinking
         kwargs.update(template_kwargs)
         if answered and facts.thinking_key and facts.thinking_key not in kwargs:
-            thinks = _last_round_thinks(prepared)
+            thinks = last_round_thinks(prepared)
             if thinks != facts.thinks_by_default and (thinks or self.config.add_non_thinking_prefix):
                 kwargs[facts.thinking_key] = thinks
         return Conversation(prepared, tools or None, kwargs, inserted)
@@ -256,7 +259,7 @@ class ChatEncoder:
     def _drafts(self, row: Row) -> list[_Draft]:
         if row.text is not None or not self.use_chat_template:
             return [self._plain_draft(row)]
-        weights = self._turn_weights(row.messages)
+        weights = turn_weights(row.messages, self.config.loss_scale)
         if not weights and self.config.loss_scale != "all":
             raise _all_masked("no message of it is trained")
         if any(token in str(message.get("content")) for message in row.messages for token in self._tokens.turn_marks):
@@ -272,6 +275,7 @@ class ChatEncoder:
         mode = self.config.history_turns
         if self.config.loss_scale == "all":
             text = voice.render(talk.messages, talk.tools, talk.kwargs)
+            check_shown(voice.render, talk, text, self._name, thoughts=True)
             spans = []
             if weights:
                 found = voice.finder.find(talk, list(weights), history_turns="keep")
@@ -279,6 +283,7 @@ class ChatEncoder:
                 spans = [(*span, weights[index]) for index, each in found.turns.items() for span in each]
             return [_Draft(text, spans, base_weight=1.0, append_eos=voice.facts.opener_closes)]
         found = voice.finder.find(talk, list(weights), history_turns=mode)
+        check_shown(voice.render, talk, found.text, self._name)
         self.counts["continued_prompts"] += found.continued
         drafts = []
         if found.turns:
@@ -297,36 +302,11 @@ class ChatEncoder:
             drafts.append(_Draft(one.text, spans, append_eos=one.append_eos))
         return drafts
 
-    def _turn_weights(self, messages: list[dict]) -> dict[int, float]:
-        """Weight of each assistant message that has one of its own, by message index."""
-        mode = self.config.loss_scale
-        users = [i for i, message in enumerate(messages) if message["role"] == "user"]
-        first = users[-1] if users and mode == "last_round" else -1
-        weights: dict[int, float] = {}
-        for index, message in enumerate(messages):
-            flag, scale = message.get("loss"), message.get("loss_scale")
-            if message["role"] != "assistant":
-                if (flag or scale) and mode != "all":
-                    raise RowProblem(
-                        "loss_on_prompt",
-                        f"message {index + 1} ({message['role']}) asks for loss; only assistant messages are trained",
-                        'remove "loss" there, or train every token with --loss_scale all',
-                    )
-                continue
-            weight = 1.0 if mode != "all" and (index > first or flag) else 0.0
-            if scale is not None and (weight or mode == "all"):
-                weight = float(scale)
-            if flag is False:
-                weight = 0.0
-            if weight or (mode == "all" and (flag is False or scale is not None)):
-                weights[index] = weight
-        return weights
-
     def _plain_draft(self, row: Row) -> _Draft:
         everything = row.text is not None or self.config.loss_scale == "all"
         draft = _Draft(row.text or "", base_weight=float(everything), append_eos=True, plain=True)
         if row.text is None:
-            weights = self._turn_weights(row.messages)
+            weights = turn_weights(row.messages, self.config.loss_scale)
             for index, message in enumerate(row.messages):
                 start = len(draft.text)
                 draft.text += str(message.get("content") or "")
@@ -447,56 +427,3 @@ def _all_masked(why: str) -> RowProblem:
     return RowProblem(
         "all_masked", f"no token of the row would be trained: {why}", "give it an assistant answer, or remove the row"
     )
-
-
-def _read_system(system: str | None) -> str | None:
-    """The system prompt: the text itself, or the content of the .txt file that it names."""
-    if not system or not system.endswith(".txt") or "\n" in system:
-        return system or None
-    path = Path(system).expanduser()
-    if not path.is_file():
-        raise UsageError(
-            f"the file {path} doesn't exist", where="--system", fix="give a text, or an existing .txt file"
-        )
-    return path.read_text(encoding="utf-8-sig").strip()
-
-
-def _without_marks(message: dict[str, Any]) -> dict[str, Any]:
-    """The message as the template gets it: without our own keys and without nulls, as transformers does."""
-    return {k: v for k, v in message.items() if v is not None and k not in ("loss", "loss_scale")}
-
-
-def _shape_calls(messages: list[dict], facts: TemplateFacts) -> list[dict]:
-    """Tool calls in the form that the template was observed to want: JSON text for arguments, ids."""
-    dumps: Callable[[Any], str] = lambda value: json.dumps(value, ensure_ascii=False)  # noqa: E731
-    shaped, count, pending = [], 0, []
-    for message in messages:
-        if message.get("tool_calls"):
-            calls = []
-            for call in message["tool_calls"]:
-                call = {**call, "function": dict(call["function"])}
-                arguments = call["function"].get("arguments")
-                if facts.arguments_as_text and not isinstance(arguments, str):
-                    call["function"]["arguments"] = dumps(arguments)
-                if facts.needs_call_ids and not call.get("id"):
-                    call["id"] = f"{count:09d}"
-                    count += 1
-                pending.append(call.get("id"))
-                calls.append(call)
-            message = {**message, "tool_calls": calls}
-        elif message["role"] == "tool" and pending:
-            made = pending.pop(0)
-            if facts.needs_call_ids and made and not message.get("tool_call_id"):
-                message = {**message, "tool_call_id": made}
-        shaped.append(message)
-    return shaped
-
-
-def _last_round_thinks(messages: list[dict]) -> bool:
-    """Whether an assistant message after the last user message has thoughts."""
-    for message in reversed(messages):
-        if message["role"] == "user":
-            return False
-        if message["role"] == "assistant" and split_thoughts(message)[0]:
-            return True
-    return False

@@ -15,13 +15,17 @@ from transformers import PreTrainedTokenizerFast
 VOCAB_SIZE = 2048
 
 # Special: skipped when decoding. The order fixes the ids, 0 upwards.
-SPECIAL = """<|endoftext|> <|im_start|> <|im_end|> <unk> <s> </s> <pad> <bos> <eos> <|begin_of_text|> <|end_of_text|>
-<|start_header_id|> <|end_header_id|> <|eot_id|> <|eom_id|> <|python_tag|> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS]
-[TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS] <start_of_turn> <end_of_turn> <|user|> <|assistant|> <|system|> <|end|>
-<|observation|> <|im_sep|> <｜User｜> <｜Assistant｜> <｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜tool▁calls▁begin｜>
-<｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜>
-<｜tool▁output▁begin｜> <｜tool▁output▁end｜> [gMASK] <sop> <|START_OF_TURN_TOKEN|> <|END_OF_TURN_TOKEN|> <|USER_TOKEN|>
-<|CHATBOT_TOKEN|> <|SYSTEM_TOKEN|> <BOS_TOKEN>""".split()
+_SPECIAL_TEXT = """
+<|endoftext|> <|im_start|> <|im_end|> <unk> <s> </s> <pad> <bos> <eos> <|begin_of_text|> <|end_of_text|>
+<|start_header_id|> <|end_header_id|> <|eot_id|> <|eom_id|> <|python_tag|> [INST] [/INST]
+[AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS] <start_of_turn> <end_of_turn>
+<|user|> <|assistant|> <|system|> <|end|> <|observation|> <|im_sep|> <｜User｜> <｜Assistant｜>
+<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜>
+<｜tool▁call▁end｜> <｜tool▁sep｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <｜tool▁output▁begin｜>
+<｜tool▁output▁end｜> [gMASK] <sop> <|START_OF_TURN_TOKEN|> <|END_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|>
+<|SYSTEM_TOKEN|> <BOS_TOKEN>
+"""
+SPECIAL = _SPECIAL_TEXT.split()
 # Added, but visible when decoding, as in the published thinking models.
 VISIBLE = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 
@@ -43,7 +47,8 @@ CHATML = (
 def main() -> None:
     tokenizer = Tokenizer(models.BPE())
     split = Regex(
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

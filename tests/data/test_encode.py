@@ -428,3 +428,43 @@ def test_random_conversations_hold_both_equalities(name):
             ]
             assert all(ids[:start] in prompts for start in on[::2])
         assert covered == len(talk) // 2
+
+
+# --- nothing is left out without a word ---
+
+WEATHER = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
+]
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "messages", "tools", "reason"),
+    [
+        ("chatml", {}, TALK, WEATHER, "tools_dropped"),
+        ("chatml", {}, [TALK[0], CALL], None, "calls_dropped"),
+        ("qwq", {}, [TALK[0], {"role": "tool", "content": "sunny"}, TALK[1]], None, "message_dropped"),
+        ("chatml", {"loss_scale": "all"}, [TALK[0], {**TALK[1], "reasoning_content": "why"}], None, "thoughts_dropped"),
+    ],
+)
+def test_what_a_template_would_leave_out_is_refused(name, settings, messages, tools, reason):
+    encoder = encoder_of(template=str(TEMPLATES_DIR / f"{name}.jinja"), **settings)
+    with pytest.raises(RowProblem) as problem:
+        encoder.encode(row(messages, tools=tools))
+    assert problem.value.reason == reason and problem.value.fix
+
+
+def test_content_that_a_template_rewrites_is_not_taken_for_dropped(tmp_path):
+    path = tmp_path / "loud.jinja"
+    chatml = (TEMPLATES_DIR / "chatml.jinja").read_text("utf-8")
+    path.write_text(chatml.replace("message['content']", "message['content'] | replace('one', 'two')"))
+    assert encoder_of(template=str(path)).encode(row(TALK))
+
+
+def test_switch_that_the_template_does_not_have_is_said():
+    assert any("--enable_thinking changes nothing" in notice for notice in encoder_of(enable_thinking=True).notices)
+    assert not encoder_of().notices
