@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from swift.config.data import DataConfig, TemplateConfig
@@ -351,6 +356,68 @@ def test_the_number_of_processes_changes_nothing(
     with pytest.raises(DataError) as caught:
         prepare(path, dataset_num_proc=2)
     assert caught.value.where == f"{path}:91" and "no_content" in caught.value.message
+
+
+class Dying:
+    """An encoder that takes its process with it."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.notices: list[str] = []
+
+    def encode_batch(self, rows: Sequence[Row]) -> list[Any]:
+        os._exit(9)
+
+    def fingerprint(self) -> str:
+        return "dying"
+
+
+def test_a_worker_that_dies_is_reported(chat_rows: Rows, write_rows: Write, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", chat_rows(600))
+    data = DataConfig(dataset=[str(path)], dataset_num_proc=2)
+    with pytest.raises(DataError, match="a process that reads rows died") as caught:
+        prepare_datasets(data, TemplateConfig(), Dying(), seed=1)
+    assert "--dataset_num_proc" in (caught.value.fix or "")
+
+
+SLEEPY = """
+import os, sys, time
+from collections import Counter
+from swift.config.data import DataConfig, TemplateConfig
+from swift.data.dataset import prepare_datasets
+
+class Sleepy:
+    counts, notices = Counter(), []
+    def encode_batch(self, rows):
+        open(sys.argv[2] + str(os.getpid()), "w").close()
+        time.sleep(600)
+    def fingerprint(self):
+        return "sleepy"
+
+if __name__ == "__main__":
+    prepare_datasets(DataConfig(dataset=[sys.argv[1]], dataset_num_proc=2), TemplateConfig(), Sleepy(), seed=1)
+"""
+
+
+def test_workers_end_when_their_parent_is_killed(chat_rows: Rows, write_rows: Write, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", chat_rows(600))
+    (tmp_path / "sleepy.py").write_text(SLEEPY)
+    (tmp_path / "pids").mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(tmp_path / "sleepy.py"), str(path), str(tmp_path / "pids") + os.sep]
+    parent = subprocess.Popen(command, env=environment)
+    try:
+        wait_until(lambda: len(list((tmp_path / "pids").iterdir())) == 2)
+        workers = [psutil.Process(int(item.name)) for item in (tmp_path / "pids").iterdir()]
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_until(lambda: not any(worker.is_running() for worker in workers))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():  # pytest-timeout ends a wait that never does
+        time.sleep(0.05)
 
 
 def same(left: TokenDataset, right: TokenDataset) -> bool:
