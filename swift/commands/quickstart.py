@@ -48,7 +48,7 @@ class QuickstartOptions:
         help="who made it; two values: Chinese, English", factory=lambda: ["风车团队", "the Windmill team"]
     )
     output_dir: str = setting("output/quickstart", help="where the run is written")
-    max_steps: int = setting(80, help="optimizer steps of 8 examples each")
+    max_steps: int = setting(60, help="optimizer steps of 8 examples each")
     offline: bool = setting(False, help="never touch the network")
 
 
