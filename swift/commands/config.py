@@ -63,6 +63,8 @@ def _show(arguments: list[str]) -> int:
     config_class = getattr(classes, COMMANDS[command].config or "")
     parsed: Parsed[Any] = parse_command_line(config_class, rest, command=command)
     groups, comments = effective_settings(parsed)
+    if parsed.file is not None and parsed.file.env:
+        groups = {"ENV": dict(parsed.file.env), **groups}
     sys.stdout.write(f"# swift {command}\n" + annotated_yaml(groups, comments))
     for note in parsed.notes:
         print(note, file=sys.stderr)

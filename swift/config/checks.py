@@ -14,7 +14,7 @@ from typing import Any
 
 from swift.config.files import CONFIG_NAME
 from swift.config.resolve import Problem, raise_problems
-from swift.config.saved import resume_folder
+from swift.config.saved import LATEST, resume_folder
 from swift.config.schema import settings_of
 from swift.core.errors import nearest
 from swift.core.logging import rank
@@ -300,8 +300,9 @@ class _Checker:
         folder = resume_folder(wanted, self["output_dir"])
         if folder is None:
             latest = f"there is no complete checkpoint below {self['output_dir'] or 'output'}"
-            message = latest if wanted == "latest" else f"there is no checkpoint {wanted}"
-            fix = "leave resume_from_checkpoint out to start afresh" if wanted == "latest" else _nearby(Path(wanted))
+            by_name = wanted.lower() not in LATEST
+            message = f"there is no checkpoint {wanted}" if by_name else latest
+            fix = _nearby(Path(wanted)) if by_name else "leave resume_from_checkpoint out to start afresh"
             yield self.fault("resume_from_checkpoint", message, fix)
         elif not (folder / "complete.json").is_file():
             yield self.fault(
@@ -309,7 +310,7 @@ class _Checker:
                 f"{folder} is not a complete checkpoint of `swift` (it has no complete.json)",
                 "name a checkpoint-N folder, or `latest`; weights of other tools: --model or --adapters",
             )
-        elif not (folder / "trainer_state.json").is_file() and not self["resume_only_model"]:
+        elif not (folder / "optimizer.pt").is_file() and not self["resume_only_model"]:
             yield self.fault(
                 "resume_from_checkpoint",
                 f"{folder} holds weights only (it was saved with save_only_model)",

@@ -23,6 +23,13 @@ _MODEL_AND_TEMPLATE = (
     "model", "model_type", "model_revision", "use_hf", "trust_remote_code", "rope_scaling", "max_model_len",
     "new_special_tokens", "template", "system", "enable_thinking", "use_chat_template",
 )  # fmt: skip
+_IN_THE_FILES = ("rope_scaling", "max_model_len", "new_special_tokens")  # of a model saved whole
+# settings that may hold paths
+_PATHS = (
+    ("model", "model"), ("model", "adapters"), ("template", "template"), ("template", "system"),
+    ("data", "dataset"), ("data", "val_dataset"),
+)  # fmt: skip
+LATEST = frozenset({"latest", "last", "true"})
 _DATA = ("dataset", "val_dataset", "split_dataset_ratio", "data_seed", "columns", "disable_auto_column_mapping")
 
 
@@ -30,8 +37,8 @@ def save_config(config: Any, path: str | Path) -> Path:
     """Write a configuration as YAML, grouped, every value spelt out.
 
     Args:
-        path: a folder (the file is then `swift_config.yaml` in it) or a file name. Paths of local models are written
-            absolute, so that the run can be taken up from another working directory.
+        path: a folder (the file is then `swift_config.yaml` in it) or a file name. Paths of local models and data
+            are written absolute, so that the run can be taken up from another working directory.
 
     Returns:
         The file written.
@@ -39,17 +46,22 @@ def save_config(config: Any, path: str | Path) -> Path:
     path = Path(path)
     target = path if path.suffix in (".yaml", ".yml") else path / CONFIG_NAME
     nested = to_nested(config)
-    model = nested.get("model", {})
-    if isinstance(model, dict):
-        if model.get("model"):
-            model["model"] = _absolute(model["model"])
-        model["adapters"] = [_absolute(adapter) for adapter in model.get("adapters", [])]
+    for group, name in _PATHS:
+        value = nested.get(group, {}).get(name)
+        if isinstance(value, list):
+            nested[group][name] = [_absolute(item) for item in value]
+        elif value:
+            nested[group][name] = _absolute(value)
     write_atomic(target, dump_yaml(nested))
     return target
 
 
-def _absolute(name: str) -> str:
-    return str(Path(name).resolve()) if Path(name).exists() else name
+def _absolute(text: str) -> str:
+    """`text` with the path in it made absolute, if it is one that exists; `:subset` and `#rows` may follow it."""
+    for head in (text, text.rpartition("#")[0], text.partition("#")[0].rpartition(":")[0]):
+        if head and "\n" not in head and len(head) < 1000 and Path(head).exists():
+            return str(Path(head).resolve()) + text[len(head) :]
+    return text
 
 
 def load_config(cls: type[C], path: str | Path) -> C:
@@ -111,6 +123,10 @@ def fill_from_checkpoint(cls: type, resolved: Resolved) -> None:
         folders = [*values.get("adapters", []), *([values["model"]] if values.get("model") else [])]
         wanted = set(_MODEL_AND_TEMPLATE) | (set(_DATA) if values.get("load_data_args") else set())
         for folder in filter(find_saved, map(Path, folders)):
+            if (folder / "chat_template.jinja").is_file():  # its own copy; the file it came from may be gone
+                wanted.discard("template")
+            if not (folder / "adapter_config.json").is_file():
+                wanted -= set(_IN_THE_FILES)
             _take(cls, resolved, folder, wanted)
             break
         _base_model(resolved, values.get("adapters", []))
@@ -141,9 +157,10 @@ def _base_model(resolved: Resolved, adapters: list[str]) -> None:
 def resume_folder(checkpoint: str, output_dir: str | None) -> Path | None:
     """The folder that `--resume_from_checkpoint` means; None if there is none.
 
-    `latest` is the newest complete checkpoint below `output_dir`, in it or in its newest run folder.
+    `latest` (also `last` or `true`, as in older scripts) is the newest complete checkpoint below `output_dir`, in it
+    or in one of its run folders.
     """
-    if checkpoint != "latest":
+    if checkpoint.lower() not in LATEST:
         path = Path(checkpoint)
         if path.is_dir() and not (path / "complete.json").is_file():  # a run folder: its newest checkpoint
             return newest_checkpoint(path) or path

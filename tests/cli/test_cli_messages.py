@@ -115,12 +115,13 @@ def test_a_reader_that_goes_away():
 
 
 def test_config_show_says_where_each_value_comes_from(tmp_path):
-    (tmp_path / "run.yaml").write_text("model: x\nlora: {rank: 4}\n")
+    (tmp_path / "run.yaml").write_text("model: x\nlora: {rank: 4}\nENV: {LOG_LEVEL: INFO}\n")
     result = swift("config", "show", "run.yaml", "--save_steps", "9", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     lines = [line.strip() for line in result.stdout.splitlines()]
     assert "model: x  # run.yaml:1" in lines and "lora_rank: 4  # run.yaml:2" in lines
     assert "save_steps: 9  # command line: --save_steps" in lines and "lora_alpha: 32  # default" in lines
+    assert lines[1:3] == ["ENV:", "LOG_LEVEL: INFO"]
     (tmp_path / "again.yaml").write_text(result.stdout)
     again = swift("config", "show", "again.yaml", cwd=tmp_path)
     assert yaml.safe_load(again.stdout) == yaml.safe_load(result.stdout)

@@ -133,8 +133,8 @@ def checkpoint(folder, *names):
 
 
 def test_resume(tmp_path):
-    checkpoint(tmp_path / "run" / "checkpoint-5", "complete.json", "trainer_state.json")
-    checkpoint(tmp_path / "run" / "checkpoint-9", "trainer_state.json")  # killed while it was written
+    checkpoint(tmp_path / "run" / "checkpoint-5", "complete.json", "optimizer.pt")
+    checkpoint(tmp_path / "run" / "checkpoint-9", "optimizer.pt")  # killed while it was written
     checkpoint(tmp_path / "weights" / "checkpoint-5", "complete.json")
     whole = str(tmp_path / "run" / "checkpoint-5")
     assert faults(resume_from_checkpoint=whole) == []

@@ -47,12 +47,20 @@ def test_round_trip_of_awkward_values(tmp_path):
     assert parse_command_line(SftConfig, [str(tmp_path / "my.yaml")], command="sft").config == config
 
 
-def test_local_models_are_written_absolute(tmp_path, monkeypatch):
-    (tmp_path / "model").mkdir()
+def test_local_paths_are_written_absolute(tmp_path, monkeypatch):
+    for name in ("model", "rows.jsonl", "t.jinja", "odd#name"):
+        (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
-    save_config(build_config(SftConfig, {"model": "model", "adapters": ["owner/name"]}), tmp_path)
-    saved = load_config(SftConfig, tmp_path)
-    assert saved.model.model == str(tmp_path / "model") and saved.model.adapters == ["owner/name"]
+    given = {
+        "model": "model", "adapters": ["owner/name"], "template": "t.jinja", "system": "be brief",
+        "dataset": ["rows.jsonl", "rows.jsonl#5", "rows.jsonl:a#5", "odd#name", "self-cognition#3", "gone.jsonl"],
+    }  # fmt: skip
+    save_config(build_config(SftConfig, given), tmp_path)
+    saved = to_flat(load_config(SftConfig, tmp_path))
+    assert saved["model"] == f"{tmp_path}/model" and saved["adapters"] == ["owner/name"]
+    assert saved["template"] == f"{tmp_path}/t.jinja" and saved["system"] == "be brief"
+    here = [f"{tmp_path}/{name}" for name in ("rows.jsonl", "rows.jsonl#5", "rows.jsonl:a#5", "odd#name")]
+    assert saved["dataset"] == [*here, "self-cognition#3", "gone.jsonl"]
 
 
 @pytest.fixture
@@ -87,6 +95,7 @@ def test_resume_latest_and_run_folder(run_dir):
     for values in (
         {"resume_from_checkpoint": str(run_dir)},
         {"resume_from_checkpoint": "latest", "output_dir": str(run_dir.parent)},
+        {"resume_from_checkpoint": "true", "output_dir": str(run_dir)},
     ):
         assert build_config(SftConfig, values).tuner.lora_rank == 3
 
@@ -106,6 +115,19 @@ def test_inference_takes_model_and_template_only(run_dir):
     assert config.data.val_dataset == ["v.jsonl"] and config.template.system == "x"
     config = build_config(InferConfig, {"adapters": [str(run_dir / "checkpoint-5")], "load_args": False, "model": "y"})
     assert config.model.model == "y" and config.template.system is None
+
+
+def test_a_checkpoint_has_its_own_copies(run_dir):
+    """The template's file may be gone, and a model saved whole has new tokens and rope scaling in its files."""
+    folder = run_dir / "checkpoint-5"
+    values = {"model": "owner/base", "template": "gone.jinja", "new_special_tokens": ["<x>"], "system": "s"}
+    save_config(build_config(SftConfig, values), folder)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    flat = to_flat(build_config(InferConfig, {"adapters": [str(folder)]}))
+    assert flat["template"] is None and flat["new_special_tokens"] == ["<x>"]
+    (folder / "adapter_config.json").unlink()
+    flat = to_flat(build_config(InferConfig, {"model": str(folder)}))
+    assert flat["new_special_tokens"] == [] and flat["system"] == "s" and flat["model"] == str(folder)
 
 
 def test_adapters_of_other_tools_name_their_base(tmp_path):
