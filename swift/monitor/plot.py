@@ -9,8 +9,16 @@ from swift.core.files import write_atomic
 from swift.monitor.history import History
 
 
-def smooth(values: list[float], weight: float = 0.9) -> list[float]:
-    """Exponential moving average with the start-up bias divided out (Adam's correction), so it starts at the data."""
+def smooth(values: list[float], weight: float | None = None) -> list[float]:
+    """Exponential moving average with the start-up bias divided out (Adam's correction), so it starts at the data.
+
+    Args:
+        values: the curve.
+        weight: share of the past in each value; default: about a twentieth of the curve is averaged, nothing when it is
+            shorter than 20 points. More would lag visibly behind.
+    """
+    if weight is None:
+        weight = max(0.0, 1 - 20 / max(1, len(values)))
     result, average = [], 0.0
     for index, value in enumerate(values, 1):
         average = weight * average + (1 - weight) * value
@@ -31,8 +39,13 @@ def write_loss_plot(history: History, path: Path, *, title: str = "") -> bool:
     canvas = FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     if losses:
-        upper.plot(steps, losses, color="tab:blue", alpha=0.35, linewidth=1, marker="." if len(losses) < 40 else "")
-        upper.plot(steps, smooth(losses), color="tab:blue", linewidth=1.8, label="loss (smoothed)")
+        smoothed = smooth(losses)
+        if smoothed != losses:
+            upper.plot(steps, losses, color="tab:blue", alpha=0.35, linewidth=1)
+        label = "loss" if smoothed == losses else "loss (smoothed)"
+        upper.plot(
+            steps, smoothed, color="tab:blue", linewidth=1.8, marker="." if len(losses) < 40 else "", label=label
+        )
     if eval_losses:
         upper.plot(eval_steps, eval_losses, color="tab:orange", linewidth=1.8, marker="o", label="evaluation loss")
     upper.set_ylabel("loss per trained token")

@@ -141,7 +141,7 @@ def _events(history: History) -> str:
     rows = [
         (f"{record['event']} (step {record.get('step', 0)})", str(record["message"]))
         for record in history.records
-        if "event" in record and record.get("message")
+        if "event" in record and record.get("message") and "ledger" not in record  # that one has its own section
     ]
     hidden = max(0, len(rows) - 200)
     return _table(rows[-200:]) + (f"<p>{hidden} earlier events in logging.jsonl.</p>" if hidden else "")

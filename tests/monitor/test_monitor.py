@@ -219,4 +219,10 @@ def test_words():
     assert sparkline([4.0, 3.0, 2.0, 1.0]) == "█▆▃▁"
     assert sparkline([math.nan]) == ""
     assert len(sparkline([float(i) for i in range(500)], width=40)) == 40
-    assert smooth([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
+
+
+def test_smoothing_neither_lags_on_short_curves_nor_leaves_long_ones_rough():
+    assert smooth([3.0, 2.0, 1.0]) == [3.0, 2.0, 1.0]
+    assert smooth([3.0] * 100) == pytest.approx([3.0] * 100)  # no bias at the start
+    rough = [1.0 + (-1) ** i for i in range(400)]
+    assert max(smooth(rough)[100:]) < 1.1
