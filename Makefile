@@ -85,7 +85,7 @@ format: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	@$(BIN)/python docs/generate_reference.py
-	@$(BIN)/mkdocs build --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache $(if $(VENV_TOO),$(VENV),)

@@ -9,6 +9,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from swift.commands.config import ConvertOptions, SchemaOptions
+from swift.commands.data import CheckHelp, PreviewHelp
+from swift.commands.doctor import DoctorOptions
+from swift.commands.quickstart import QuickstartOptions
 from swift.config import InferConfig, MergeLoraConfig, PtConfig, SftConfig
 from swift.config.catalog import COMMANDS
 from swift.config.schema import Setting, default_words, groups_of, settings_of, type_words
@@ -37,6 +41,19 @@ In Python the same names are arguments: `swift.sft(model="smollm2", dataset=["ro
 """
 
 
+# commands whose settings are not those of sft -> the class that declares them
+_OTHERS: dict[str, type] = {
+    "infer": InferConfig,
+    "merge-lora": MergeLoraConfig,
+    "data check": CheckHelp,
+    "data preview": PreviewHelp,
+    "config schema": SchemaOptions,
+    "config convert": ConvertOptions,
+    "doctor": DoctorOptions,
+    "quickstart": QuickstartOptions,
+}
+
+
 def page() -> str:
     """The whole page."""
     parts = [_INTRODUCTION, _commands_table()]
@@ -44,10 +61,9 @@ def page() -> str:
     parts.extend(_group(members) for members in groups_of(SftConfig).values())
     parts.append("## Settings of `swift pt`\n\nThose of `sft`, with other defaults:\n")
     parts.append(_changed_defaults(SftConfig, PtConfig))
-    parts.append("## Settings of `swift infer`\n")
-    parts.extend(_new_groups(InferConfig, "sft"))
-    parts.append("## Settings of `swift merge-lora`\n")
-    parts.extend(_new_groups(MergeLoraConfig, "sft"))
+    for command, cls in _OTHERS.items():
+        parts.append(f"## Settings of `swift {command}`\n")
+        parts.extend(_new_groups(cls, "sft"))
     return "\n".join(parts).rstrip() + "\n"
 
 
