@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import peft
 import torch
 from peft import PeftModel
+from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 from peft.utils import load_peft_weights
 from torch import nn
 
@@ -99,9 +100,13 @@ class OFTConfig(peft.OFTConfig):
 
 @dataclass
 class FourierFTConfig(peft.FourierFTConfig):
-    """FourierFT (https://arxiv.org/abs/2405.03003): a few trained frequencies of the weight's spectrum."""
+    """FourierFT (https://arxiv.org/abs/2405.03003): a few trained frequencies of the weight's spectrum.
+
+    They start at zero here (peft: at random), so that training starts from the base model.
+    """
 
     target_modules: Any = field(default=_ALL_LINEAR)
+    init_weights: bool = field(default=True)
 
 
 @dataclass
@@ -352,7 +357,7 @@ class _model_errors:
 
 def _add_adapter(model: nn.Module, name: str, config: peft.PeftConfig) -> PeftModel:
     """Wrap `model`, or add to it if it is wrapped; the base model is changed in place."""
-    _check_name(name)
+    _check_name(name, config)
     splits = changes_base(config)
     settings = split_settings(config) if splits else {}
     if isinstance(model, PeftModel):
@@ -370,8 +375,9 @@ def _add_adapter(model: nn.Module, name: str, config: peft.PeftConfig) -> PeftMo
     return wrapped
 
 
-def _check_name(name: str) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9][\w-]*", name) or name in "lora_":
+def _check_name(name: str, config: peft.PeftConfig) -> None:
+    prefix = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type, "")  # of parameter names: peft tells them apart by it
+    if not re.fullmatch(r"[A-Za-z0-9][\w-]*", name) or name in prefix:
         raise ModelError(f"{name!r} can't name an adapter", fix="letters, digits, - and _, such as `style-a`")
 
 

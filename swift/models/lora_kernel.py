@@ -49,6 +49,8 @@ class LoRALinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, matrix_a, matrix_b, reduced, mask = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative is wanted: it has to know where `reduced` came from
+            reduced = nn.functional.linear(_masked(x, mask), matrix_a).flatten(0, -2)
         needs_x, _, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:5]
         grad = gradients[0].flatten(0, -2)  # [rows, out]
         grad_x = grad_bias = grad_a = grad_b = None

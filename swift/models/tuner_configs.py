@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import peft
+import torch
 from peft import PeftType
 from torch import nn
 
@@ -131,6 +132,12 @@ def _vera(model: nn.Module, config: TunerConfig, common: dict[str, Any], total_s
 
 def _boft(model: nn.Module, config: TunerConfig, common: dict[str, Any], total_steps: int | None) -> AdapterConfig:
     _only_plain(config, "boft")
+    if config.boft_n_butterfly_factor != 1 and not torch.cuda.is_available():
+        raise UsageError(
+            "BOFT with more than one butterfly factor needs peft's CUDA kernel",
+            where="--boft_n_butterfly_factor",
+            fix="--boft_n_butterfly_factor 1",
+        )
     return peft.BOFTConfig(
         boft_block_size=config.boft_block_size,
         boft_n_butterfly_factor=config.boft_n_butterfly_factor,

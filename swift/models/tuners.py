@@ -127,7 +127,7 @@ def set_total_steps(model: nn.Module, total_steps: int) -> None:
         raise UsageError(
             f"AdaLoRA can't choose ranks in {total_steps} steps",
             where="--tuner_type adalora",
-            fix="at least 3 steps, or lora",
+            fix="at least 2 steps, or lora",
         )
     settings.total_step, settings.tinit, settings.tfinal = total_steps, first, last
     tuner.rankallocator.set_total_step(total_steps)
