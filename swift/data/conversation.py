@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,14 @@ def without_marks(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def shape_calls(messages: list[dict], facts: TemplateFacts) -> list[dict]:
-    """Tool calls in the form that the template was observed to want: JSON text for arguments, ids."""
-    dumps: Callable[[Any], str] = lambda value: json.dumps(value, ensure_ascii=False)  # noqa: E731
-    shaped, count, pending = [], 0, []
+    """Tool calls in the form that the template was observed to want: JSON text for arguments, ids it accepts.
+
+    A tool result follows its call's id; one that names none answers the calls in order.
+    """
+    shaped: list[dict] = []
+    renamed: dict[str, str] = {}
+    open_calls: list[str] = []
+    count = 0
     for message in messages:
         if message.get("tool_calls"):
             calls = []
@@ -74,19 +79,31 @@ def shape_calls(messages: list[dict], facts: TemplateFacts) -> list[dict]:
                 call = {**call, "function": dict(call["function"])}
                 arguments = call["function"].get("arguments")
                 if facts.arguments_as_text and not isinstance(arguments, str):
-                    call["function"]["arguments"] = dumps(arguments)
-                if facts.needs_call_ids and not call.get("id"):
+                    call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+                given = call.get("id")
+                if facts.call_ids and not _id_fits(given, facts):
                     call["id"] = f"{count:09d}"
                     count += 1
-                pending.append(call.get("id"))
+                    if given:
+                        renamed[given] = call["id"]
+                if facts.call_ids:
+                    open_calls.append(call["id"])
                 calls.append(call)
             message = {**message, "tool_calls": calls}
-        elif message["role"] == "tool" and pending:
-            made = pending.pop(0)
-            if facts.needs_call_ids and made and not message.get("tool_call_id"):
-                message = {**message, "tool_call_id": made}
+        elif message["role"] == "tool" and facts.call_ids:
+            given = message.get("tool_call_id")
+            answers = renamed.get(given, given) if given else (open_calls[0] if open_calls else None)
+            if answers in open_calls:
+                open_calls.remove(answers)
+            message = {**message, "tool_call_id": answers} if answers else message
         shaped.append(message)
     return shaped
+
+
+def _id_fits(call_id: Any, facts: TemplateFacts) -> bool:
+    if not call_id:
+        return False
+    return facts.call_ids == "any" or re.fullmatch("[A-Za-z0-9]{9}", str(call_id)) is not None
 
 
 def last_round_thinks(messages: list[dict]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from swift.core.errors import TemplateError
 from swift.data.template import Refusal, Renderer
@@ -45,7 +45,7 @@ class TemplateFacts:
         thinking_key: the variable that switches thinking, when the generation prompt depends on it.
         thinks_by_default: the generation prompt without that variable is the thinking one.
         arguments_as_text: tool-call arguments have to be JSON text, not a dict.
-        needs_call_ids: tool calls are refused without an id.
+        call_ids: tool calls are refused without an id; `any` id will do, or it must be `nine` letters and digits.
         marks: `{% generation %}` blocks are present and usable.
         opener_closes: no token closes a turn; the one that opens the next message does (GLM).
         stop_tokens: texts of the tokens that end an assistant turn.
@@ -57,7 +57,7 @@ class TemplateFacts:
     thinking_key: str | None = None
     thinks_by_default: bool = False
     arguments_as_text: bool = False
-    needs_call_ids: bool = False
+    call_ids: Literal["any", "nine"] | None = None
     marks: bool = False
     opener_closes: bool = False
     stop_tokens: list[str] = field(default_factory=list)
@@ -173,7 +173,7 @@ def _find_tool_form(facts: TemplateFacts, render: Renderer, added: re.Pattern[st
     as_json = re.compile(r'"probe_key":\s*"probe_value"')
     plain = re.compile(r"probe_key(?!['\\])[^'\\]*probe_value")
     for wanted in (as_json, plain):  # some templates write arguments as their own markup: second choice
-        for call_id in (None, "000000001"):
+        for call_id in (None, "call_1", "000000001"):
             for as_text in (False, True):
                 value = json.dumps(arguments) if as_text else arguments
                 try:
@@ -183,9 +183,10 @@ def _find_tool_form(facts: TemplateFacts, render: Renderer, added: re.Pattern[st
                 found = wanted.search(text, text.rindex(QUESTION) if QUESTION in text else 0)
                 if not found:
                     continue
-                facts.arguments_as_text, facts.needs_call_ids = as_text, call_id is not None
+                facts.arguments_as_text = as_text
                 if call_id:
-                    facts.notices.append("the template wants ids on tool calls: rows without them get 000000000, …")
+                    facts.call_ids = "any" if call_id == "call_1" else "nine"
+                    facts.notices.append("the template wants ids on tool calls: where needed they are 000000000, …")
                 end = [m.group() for m in added.finditer(text, found.end()) if not text[m.end() :].strip()]
                 if end and end[0] not in facts.stop_tokens:
                     facts.stop_tokens.append(end[0])

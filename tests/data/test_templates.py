@@ -195,6 +195,26 @@ def test_parallel_calls_are_trained_whole(name: str):
     assert trained(tokenizer, example)[0] == CALL_TEXT[name]
 
 
+def test_ids_that_the_template_refuses_are_renamed_with_their_results():
+    """Mistral takes ids of nine characters; results keep pointing at their calls, in whatever order they came."""
+    first, second = (
+        {**call("get_weather", city=c), "id": i} for c, i in (("Paris", "call_abcdefghij"), ("Rome", "b" * 9))
+    )
+    talk = [
+        TOOL_TALK[0],
+        {"role": "assistant", "content": "", "tool_calls": [first, second]},
+        {"role": "tool", "content": "rain", "tool_call_id": "b" * 9},
+        {"role": "tool", "content": "clear", "tool_call_id": "call_abcdefghij"},
+        TOOL_TALK[3],
+    ]
+    encoder = ChatEncoder(of(BY_NAME["mistral_tools"]), TemplateConfig())
+    messages = encoder.conversation(row(talk, tools=[WEATHER])).messages
+    assert [c["id"] for c in messages[1]["tool_calls"]] == ["000000000", "b" * 9]
+    assert [message["tool_call_id"] for message in messages[2:4]] == ["b" * 9, "000000000"]
+    assert encoder.encode(row(talk, tools=[WEATHER]))
+    assert talk[1]["tool_calls"][0]["id"] == "call_abcdefghij"  # the row itself is left alone
+
+
 def test_parallel_calls_that_the_template_refuses_are_refused_by_name():
     encoder = ChatEncoder(of(BY_NAME["llama3_1"]), TemplateConfig())
     with pytest.raises(RowProblem, match="only supports single tool-calls"):
