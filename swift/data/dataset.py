@@ -288,7 +288,7 @@ def _nothing_left(split: str, ledger: Ledger, template: TemplateConfig) -> DataE
         return DataError(
             f"{what}{count} of {read} rows are longer than {template.max_length} tokens{shortest}",
             where=where,
-            fix="raise --max_length, or cut rows with --truncation_strategy right",
+            fix="raise --max_length, or cut rows with --truncation_strategy left or right",
         )
     if reason in SOFT_REASONS or reason == "all_masked":
         return DataError(

@@ -130,7 +130,12 @@ def _role(role: Any, number: int) -> str:
     raise RowProblem(
         "unknown_role",
         f"message {number} has the role {excerpt(role)!r}",
-        " ".join(filter(None, [did_you_mean(role, _KNOWN_ROLES), "known: " + ", ".join(_KNOWN_ROLES)])),
+        " ".join(
+            filter(
+                None,
+                [did_you_mean(role, _KNOWN_ROLES), f"known: {', '.join(ROLES)}, tool_call and their usual aliases"],
+            )
+        ),
     )
 
 

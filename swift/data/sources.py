@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swift.config.data import DataConfig
-from swift.core.errors import DataError, SwiftError, UsageError, did_you_mean
+from swift.core.errors import DataError, SwiftError, UsageError, did_you_mean, nearest
 from swift.data.selfcog import identity_from
 
 FORMATS = {
@@ -259,10 +259,7 @@ def _formats_fix() -> str:
 
 
 def _not_found(path: str) -> DataError:
-    folder = Path(path).expanduser().parent
-    near = ""
-    if folder.is_dir():
-        near = did_you_mean(Path(path).name.rpartition(":")[0] or Path(path).name, [p.name for p in folder.iterdir()])
+    near = _nearest_file(Path(path).expanduser())
     looks_remote = path.startswith(("hf::", "ms::")) or (
         re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w./-]+)?", path) is not None and not is_data_file(Path(path))
     )
@@ -276,3 +273,12 @@ def _not_found(path: str) -> DataError:
         f"there is no file or folder {path!r}",
         fix=near or known or f"check the path; it is taken from {Path.cwd()}",
     )
+
+
+def _nearest_file(path: Path) -> str:
+    """`did you mean X?`: names are compared without their endings, which make all of them alike."""
+    if not path.parent.is_dir():
+        return ""
+    names = {_stem(item): item.name for item in path.parent.iterdir() if is_data_file(item) or item.is_dir()}
+    close = nearest(_stem(Path(path.name.partition(":")[0])), names)
+    return f"did you mean {names[close[0]]}?" if close else ""

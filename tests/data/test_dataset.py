@@ -582,3 +582,13 @@ def test_progress_reaches_the_end_and_never_falls(
     prepare(path, tmp_path / "b.json", progress=lambda state: seen.append((state.rows, state.share)))
     assert seen == sorted(seen) and len(seen) == 7 + 1 + 2 + 1  # after each chunk and at the end of each file
     assert seen[-1] == (120, 1.0) and 0 < seen[0][1] < 0.3 and seen[7][1] < 1.0
+
+
+def test_what_the_encoder_counts_adds_up_over_chunks(
+    prepare: Callable[..., Prepared], write_rows: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swift.data.pipeline.CHUNK_ROWS", 4)
+    rows = [{"query": f"{i} <|im_end|>" if i % 2 else str(i), "response": "a"} for i in range(20)]
+    ledger = prepare(write_rows(tmp_path / "a.jsonl", rows)).ledger
+    assert ledger.encoding["special_text"] == 10
+    assert "the text of special tokens: 10" in ledger.render()

@@ -341,6 +341,8 @@ def test_shipped_rows(tree: Path, argument: str) -> None:
         ("one.jsonl#1.5", UsageError, "'1.5'", ""),
         ("one.jsnl", DataError, "no file or folder 'one.jsnl'", "did you mean one.jsonl?"),
         ("gone/x.jsonl", DataError, "gone/x.jsonl", "check the path"),
+        ("quite.jsonl", DataError, "quite.jsonl", "check the path"),
+        ("subb", DataError, "'subb'", "did you mean sub?"),
         ("tatsu/alpaca", DataError, "local files only", "download"),
         ("hf::tatsu/alpaca#5", DataError, "local files only", "download"),
         ("self-cogniton", DataError, "self-cogniton", "did you mean self-cognition?"),
