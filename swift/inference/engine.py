@@ -32,6 +32,7 @@ from swift.inference.sampling import (
     TextStop,
     resolve_sampling,
 )
+from swift.models.quiet import quiet_transformers
 
 log = get_logger("inference")
 
@@ -258,11 +259,12 @@ class Engine:
         was_training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad():
+            # quiet: the model's own settings may hold a length as well, which `generate` remarks on each time
+            with torch.no_grad(), quiet_transformers():
                 output = self.model.generate(
                     input_ids=torch.tensor(input_ids, device=device),
                     attention_mask=torch.tensor(mask, device=device),
-                    generation_config=self._model_settings(sampling, width, request.limit),
+                    generation_config=self._model_settings(sampling, request.limit),
                     logits_processor=processors,
                     stopping_criteria=criteria,
                     streamer=streamer,
@@ -276,23 +278,17 @@ class Engine:
             for tokens, prompt, row_logprobs in zip(output[:, width:].tolist(), request.prompts, logprobs, strict=True)
         ]
 
-    def _model_settings(self, sampling: Sampling, width: int, limit: int) -> ModelGenerationConfig:
+    def _model_settings(self, sampling: Sampling, limit: int) -> ModelGenerationConfig:
         """Settings for the model's `generate`. It runs greedily (or with beams); sampling is `RowSampler`'s work."""
-        own = self.model.generation_config
-        settings = ModelGenerationConfig(
+        return ModelGenerationConfig(
             do_sample=False,
             num_beams=sampling.num_beams,
             repetition_penalty=sampling.repetition_penalty,
+            max_new_tokens=limit,
             use_cache=True,
             pad_token_id=self._pad_token_id,
             eos_token_id=sorted(self.end_tokens(sampling)) or None,
         )
-        # the two ways to say the same length; the one that the model's own settings don't use, or it warns each time
-        if own.max_new_tokens is None:
-            settings.max_length = width + limit
-        else:
-            settings.max_new_tokens = limit
-        return settings
 
     @property
     def _pad_token_id(self) -> int:

@@ -11,6 +11,7 @@ from fixtures import build_tiny_model
 from swift.config.inference import GenerationConfig
 from swift.core.errors import DataError, NumericsError, SwiftError, UsageError
 from swift.inference.engine import Engine
+from swift.inference.sampling import TextStop
 
 
 def plain_generate(engine, prompt, **settings):
@@ -173,12 +174,12 @@ def test_sampling_follows_the_distribution(tiny_engine, questions):
     """3000 draws of one token against temperature, top_k and top_p computed here in float64."""
     prompt = questions[0]
     with torch.no_grad():
-        logits = tiny_engine.model(torch.tensor([prompt])).logits[0, -1].double() / 0.3
+        logits = tiny_engine.model(torch.tensor([prompt])).logits[0, -1].double() / 0.04
     top, ids = logits.topk(10)
     probs = top.softmax(-1)
     kept = probs.cumsum(-1) - probs < 0.9
     probs = probs * kept / (probs * kept).sum()
-    config = GenerationConfig(max_new_tokens=1, temperature=0.3, top_k=10, top_p=0.9)
+    config = GenerationConfig(max_new_tokens=1, temperature=0.04, top_k=10, top_p=0.9)
     engine = Engine(tiny_engine.model, tiny_engine.tokenizer, tiny_engine.encoder, max_batch_size=1000)
     draws = [answer.tokens[0] for answer in engine.generate([prompt] * 3000, config)]
     assert set(draws) <= set(ids[kept].tolist())
@@ -213,6 +214,43 @@ def test_the_context_bounds_the_answer(tmp_path, tiny_engine, questions):
     assert [len(a.tokens) for a in answers] == [4, 20, 1]
     assert [a.finish_reason for a in answers] == ["length"] * 3
     assert answers == [engine.generate([p], GenerationConfig(max_new_tokens=20))[0] for p in prompts]
+
+
+@pytest.mark.parametrize(
+    "own", [{"max_new_tokens": 3}, {"max_length": 10}, {"max_new_tokens": 3, "max_length": 10}, {}]
+)
+def test_lengths_in_the_model_s_own_settings_do_not_matter(tiny_model_dir, tiny_engine, questions, caplog, own):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    for name, value in own.items():
+        setattr(model.generation_config, name, value)
+    engine = Engine(model, tiny_engine.tokenizer, tiny_engine.encoder)
+    config = GenerationConfig(max_new_tokens=7)
+    assert engine.generate(questions, config) == tiny_engine.generate(questions, config)
+    assert not caplog.records
+
+
+def test_a_stop_word_is_seen_at_its_last_token(tiny_engine):
+    """The criterion looks at a short tail only; it has to be long enough for tokens of one byte each."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    def decode_rows(rows):
+        return [tiny_engine.decode(row) for row in rows]
+
+    def tokens_of(text):
+        letters = bytes_to_unicode()
+        return tiny_engine.tokenizer.convert_tokens_to_ids([letters[byte] for byte in text.encode()])
+
+    word = "🤖🤖🤖"
+    prompt, answer = [5] * 9, tokens_of("x 漢漢" + word)
+    stop = TextStop(decode_rows, ["nothing", word], len(prompt))
+    seen = [bool(stop(torch.tensor([prompt + answer[:n]]), None)[0]) for n in range(1, len(answer) + 1)]
+    assert seen == [word in tiny_engine.decode(answer[:n]) for n in range(1, len(answer) + 1)]
+    assert seen[-1] and not seen[-2]
+    inside = torch.tensor([[*tokens_of(word), 5]])
+    after = TextStop(decode_rows, [word], inside.shape[1] - 1)
+    assert not after(inside, None)[0], "a stop word in the prompt stops nothing"
 
 
 def test_default_number_of_tokens(tiny_engine):

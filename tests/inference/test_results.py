@@ -24,7 +24,15 @@ def write(path, indices, *, finish=False, settings=SETTINGS, share=None):
 
 
 @pytest.mark.parametrize(
-    "tail", [b"", b'{"index": 3, "stat', b'{"index": 3}\n', b"\x00\x00\x00\n", b'{"index": 9, "status": "ok"}\n']
+    "tail",
+    [
+        b"",
+        b'{"index": 3, "stat',
+        b'{"index": 3, "status": "ok"}',
+        b'{"index": 3}\n',
+        b"\x00\x00\x00\n",
+        b'{"index": 9, "status": "ok"}\n',
+    ],
 )
 def test_what_follows_the_last_complete_line_is_cut(tmp_path, tail):
     path = tmp_path / "r.jsonl"
