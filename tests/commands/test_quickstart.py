@@ -76,6 +76,7 @@ def test_wrong_requests_are_answered_before_anything_starts(words, said, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.real_model
+@pytest.mark.timeout(3600)  # minutes of computing, on however busy a machine
 def test_the_packaged_model_really_learns_its_name(tmp_path: Path, capsys):
     words = ["--model_name", "Zorbian", "--model_author", "the Quill family", "--output_dir", str(tmp_path)]
     assert cli.main(["quickstart", *words, "--offline"]) == 0
