@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -388,3 +391,11 @@ def test_faults_name_their_flag(tree: Path) -> None:
 def test_windows_drive_is_not_a_subset(tree: Path, write_rows: Callable[..., Path]) -> None:
     with pytest.raises(DataError, match="no file or folder"):
         parse_source("C:\\data\\rows.jsonl")
+
+
+def test_arguments_are_resolved_without_anything_heavy() -> None:
+    code = "import sys, swift.data.sources; print([m for m in ('numpy', 'torch', 'pyarrow', 'orjson') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+    assert done.stdout.strip() == "[]", done.stderr
