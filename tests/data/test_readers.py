@@ -394,7 +394,8 @@ def test_windows_drive_is_not_a_subset(tree: Path, write_rows: Callable[..., Pat
 
 
 def test_arguments_are_resolved_without_anything_heavy() -> None:
-    code = "import sys, swift.data.sources; print([m for m in ('numpy', 'torch', 'pyarrow', 'orjson') if m in sys.modules])"
+    heavy = ("numpy", "torch", "pyarrow", "orjson")
+    code = f"import sys, swift.data.sources; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": os.pathsep.join(sys.path)}
     )
