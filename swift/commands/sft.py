@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from swift.commands.precheck import precheck
 from swift.config import SftConfig, build_config
-from swift.config.checks import check
 
 
 @dataclass
@@ -53,7 +53,7 @@ def main(config: SftConfig) -> int:
 
 def train(config: SftConfig) -> TrainResult:
     """Run the configuration: what `sft` and `pt` share."""
-    check(config)
+    precheck(config)
     from swift.training.session import start_session
 
     session = start_session(config)

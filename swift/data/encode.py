@@ -252,6 +252,7 @@ class ChatEncoder:
         kwargs.update(template_kwargs)
         if answered and facts.thinking_key and facts.thinking_key not in kwargs:
             thinks = last_round_thinks(prepared)
+            self.counts["asked_thinking" if thinks else "asked_not_thinking"] += 1
             if thinks != facts.thinks_by_default and (thinks or self.config.add_non_thinking_prefix):
                 kwargs[facts.thinking_key] = thinks
         return Conversation(prepared, tools or None, kwargs, inserted)
@@ -353,7 +354,11 @@ class ChatEncoder:
             piece.loss_weights[0] = 0.0
         pieces = [piece for piece in pieces if piece.loss_weights.any()]
         if not pieces:
-            raise _all_masked(f"cut to max_length {self.config.max_length}, no trained token is left of {len(ids)}")
+            raise RowProblem(
+                "masked_by_truncation",
+                f"cut to max_length {self.config.max_length}, no trained token is left of {len(ids)}",
+                "raise --max_length, or cut the other side (--truncation_strategy left or right)",
+            )
         return pieces
 
     def _joined(self, draft: _Draft, start: int, end: int, weight: float) -> Encoded:

@@ -25,9 +25,12 @@ SOFT_REASONS = frozenset({"too_long", "masked_by_truncation"})
 _EXAMPLES_PER_REASON = 3
 # what the encoder counts, in words
 _ENCODING_REMARKS = {
+    "asked_thinking": "rows asked with thinking on, since their answers have thoughts",
+    "asked_not_thinking": "rows asked with thinking off, since their answers have no thoughts",
     "own_examples": "answers made examples of their own, since the template shows them differently in the history",
     "masked_turns": "answers not trained, since the template shows them differently in the history",
-    "merged_borders": "answers whose first token is partly prompt and is not trained",
+    "merged_borders": "answers made examples of their own, since their first letters would merge with the prompt",
+    "continued_prompts": "answers trained as prompt + answer, since the template can't show them otherwise",
     "special_text": "rows whose messages contain the text of special tokens",
 }
 

@@ -168,7 +168,7 @@ def varlen_attention(
     plain = not dropout and softcap is None and s_aux is None and not window_matters
     if plain and query.device.type == "cpu":
         output, _ = segment_attention(query, key, value, cu_seq_lens_q, scale)
-    elif plain and query.device.type == "cuda":
+    elif plain and query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
         output = _cuda_varlen(query, key, value, cu_seq_lens_q, scale)
     else:
         window = sliding_window if window_matters else None
@@ -177,18 +177,24 @@ def varlen_attention(
     return output.reshape(batch, tokens, heads, -1), None
 
 
-def _cuda_varlen(query, key, value, cu_seqlens, scale):
+def _cuda_varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
+) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    heads = query.shape[1]
-    flat = [t[0].transpose(0, 1).contiguous() for t in (query, _expand_heads(key, heads), _expand_heads(value, heads))]
+    q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))  # [tokens, heads, head_dim]
     longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
-    output = varlen_attn(*flat, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(-1, 0))
+    output = varlen_attn(
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=True
+    )
+    assert isinstance(output, torch.Tensor)  # a pair only where the log-sum-exp is asked for
     return output.transpose(0, 1)[None]
 
 
 @torch.compiler.disable
-def _general_segments(query, key, value, cu_seqlens, scale, options):
+def _general_segments(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, scale: float, options: tuple
+) -> torch.Tensor:
     """Segment by segment, for what the flash kernels don't know: windows, soft caps, sinks, dropout."""
     dropout, window, softcap, sinks = options
     heads = query.shape[1]

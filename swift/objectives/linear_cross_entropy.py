@@ -159,7 +159,8 @@ def linear_cross_entropy(
     """
     if head.plain:
         module = head.module
-        rows = chunk_rows(module.weight.shape[0], chunk)
+        assert isinstance(module, torch.nn.Linear)  # what `plain` means
+        rows = chunk_rows(module.out_features, chunk)
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         with torch.autocast(hidden.device.type, enabled=False):
@@ -171,7 +172,13 @@ def linear_cross_entropy(
     return _recomputed_cross_entropy(hidden, head, (targets, weights), options, chunk or 1024)
 
 
-def _recomputed_cross_entropy(hidden, head, batch, options, chunk) -> LossSums:
+def _recomputed_cross_entropy(
+    hidden: torch.Tensor,
+    head: OutputHead,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    options: TokenLoss,
+    chunk: int,
+) -> LossSums:
     from torch.utils.checkpoint import checkpoint
 
     targets, weights = batch
@@ -189,9 +196,10 @@ def _recomputed_cross_entropy(hidden, head, batch, options, chunk) -> LossSums:
             factor = factor * torch.exp(-nll.detach())
         return (factor * loss).sum(), plain, (logits.argmax(1) == target).sum()
 
-    totals = None
+    totals: LossSums | None = None
     for start in range(0, max(len(targets), 1), chunk):
         rows = slice(start, start + chunk)
-        part = checkpoint(one_chunk, hidden[rows], targets[rows], weights[rows], use_reentrant=False)
-        totals = part if totals is None else [a + b for a, b in zip(totals, part, strict=True)]
-    return LossSums(*totals)
+        part = LossSums(*checkpoint(one_chunk, hidden[rows], targets[rows], weights[rows], use_reentrant=False))
+        totals = part if totals is None else LossSums(*(a + b for a, b in zip(totals, part, strict=True)))
+    assert totals is not None  # there is one chunk at least, if an empty one
+    return totals

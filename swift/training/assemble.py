@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,6 +21,7 @@ from swift.core.files import human_bytes
 from swift.data.dataset import Prepared, TokenDataset, load_prepared, prepare_datasets
 from swift.data.encode import ChatEncoder
 from swift.data.loader import TrainLoader
+from swift.data.selection import Progress
 from swift.models.adapters import save_adapter
 from swift.models.head import OutputHead, find_decoder, find_head, prove_head
 from swift.models.loading import load_model, load_tokenizer, resolve_model
@@ -40,6 +42,9 @@ from swift.training.plan import DataIdentity, build_layout, total_steps
 from swift.training.saver import RunSaver
 from swift.training.session import Session, model_label
 from swift.training.trainer import Callback, Trainer, TrainerParts
+
+# Seconds between two lines about reading data.
+PROGRESS_EVERY_S = 10.0
 
 
 @dataclass
@@ -78,9 +83,21 @@ def build_data(config: SftConfig, session: Session) -> Data:
     tokenizer = load_tokenizer(model_path, config.model)
     encoder = ChatEncoder(tokenizer, config.template)
     prepared = _prepare_once(config, session, encoder)
+    session.notes += encoder.notices
+    _keep_thinking_switch(config, session, prepared)
     if session.group.main:
         session.monitor.event("data", prepared.ledger.render(), ledger=prepared.ledger.summary())
     return Data(model_path, tokenizer, encoder, prepared.train, prepared.val, prepared)
+
+
+def _keep_thinking_switch(config: SftConfig, session: Session, prepared: Prepared) -> None:
+    """Write down how the rows were asked, if all were asked alike, so that inference asks the same way."""
+    asked = {kind: prepared.ledger.encoding.get(f"asked_{kind}", 0) for kind in ("thinking", "not_thinking")}
+    if config.template.enable_thinking is None and bool(asked["thinking"]) != bool(asked["not_thinking"]):
+        thinking = bool(asked["thinking"])
+        config.template = replace(config.template, enable_thinking=thinking)
+        words = "have thoughts" if thinking else "have no thoughts"
+        session.notes.append(f"all answers {words}: the checkpoint asks with enable_thinking {str(thinking).lower()}")
 
 
 def _prepare_once(config: SftConfig, session: Session, encoder: ChatEncoder) -> Prepared:
@@ -88,7 +105,14 @@ def _prepare_once(config: SftConfig, session: Session, encoder: ChatEncoder) -> 
     group, cache = session.group, session.run_dir / ".tokens"
 
     def prepare() -> Prepared:
-        return prepare_datasets(config.data, config.template, encoder, seed=data_seed(config), run_dir=session.run_dir)
+        return prepare_datasets(
+            config.data,
+            config.template,
+            encoder,
+            seed=data_seed(config),
+            run_dir=session.run_dir,
+            progress=_show_progress(session),
+        )
 
     if group.world_size == 1:
         return prepare()
@@ -105,6 +129,22 @@ def _prepare_once(config: SftConfig, session: Session, encoder: ChatEncoder) -> 
     if group.main:  # mapped files stay readable after their names are gone
         shutil.rmtree(cache)
     return prepared
+
+
+def _show_progress(session: Session) -> Callable[[Progress], None]:
+    """A line now and then while rows are read, with the time left."""
+    said_s = 0.0
+
+    def show(progress: Progress) -> None:
+        nonlocal said_s
+        if progress.seconds - said_s < PROGRESS_EVERY_S or not progress.share:
+            return
+        said_s = progress.seconds
+        left_s = progress.seconds * (1 - progress.share) / progress.share
+        words = f"reading data: {100 * progress.share:.0f} %, {progress.rows:,} rows, about {left_s:.0f} s left"
+        session.monitor.event("progress", words)
+
+    return show
 
 
 def evaluation_rhythm(config: SftConfig, val: TokenDataset | None) -> EvalConfig:
@@ -296,7 +336,7 @@ def build_saver(config: SftConfig, session: Session, data: Data, model: Model) -
             state = {name: tensor.to(compute) for name, tensor in model.causal_lm.state_dict().items()}
             model.causal_lm.config.dtype = compute
             model.causal_lm.save_pretrained(str(folder), state_dict=state)
-        else:
+        elif isinstance(model.whole, PeftModel):
             save_adapter(model.whole, folder)
             model.causal_lm.generation_config.save_pretrained(str(folder))
         data.tokenizer.save_pretrained(str(folder))

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -95,7 +96,7 @@ class TrainModule(nn.Module):
 
 def decoder_owner(model: nn.Module) -> PreTrainedModel:
     """The Hugging Face model inside an adapter wrapper, or the model itself."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(inner, PreTrainedModel):
         raise TypeError(f"expected a Hugging Face model, got {type(inner).__name__}")
     return inner

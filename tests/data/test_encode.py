@@ -233,7 +233,7 @@ def test_left_keeps_the_first_token_of_models_that_need_it():
 def test_nothing_trained_after_the_cut():
     with pytest.raises(RowProblem, match="no trained token is left") as problem:
         encoder_of(max_length=6, truncation_strategy="right").encode(row(TALK))
-    assert problem.value.reason == "all_masked"
+    assert problem.value.reason == "masked_by_truncation"
 
 
 def test_split_is_for_plain_text():
