@@ -1,0 +1,147 @@
+"""The checkpoint store apart from training: names, order, retention, leftovers, and many kills."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from swift.checkpoint import (
+    RunState,
+    find_checkpoint,
+    list_checkpoints,
+    load_tensors,
+    prune,
+    save_checkpoint,
+    save_tensors,
+    verify,
+)
+from swift.core.errors import CheckpointError
+
+
+def put(run_dir, step, text="x"):
+    return save_checkpoint(run_dir, step, [lambda folder: (folder / "file").write_text(text)])
+
+
+def test_saves_are_listed_in_order_of_steps(tmp_path):
+    for step in (10, 9, 100):
+        put(tmp_path, step)
+    assert [c.step for c in list_checkpoints(tmp_path)] == [9, 10, 100]
+
+
+def test_a_failed_writer_leaves_nothing(tmp_path):
+    put(tmp_path, 1)
+
+    def fail(folder):
+        (folder / "half").write_text("x")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match="could not write") as caught:
+        save_checkpoint(tmp_path, 2, [fail], needed_bytes=123)
+    assert "intact: checkpoint-1" in caught.value.where
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1"]
+
+
+def test_a_bug_in_a_writer_is_not_called_a_full_disk(tmp_path):
+    def bug(folder):
+        raise KeyError("name")
+
+    with pytest.raises(KeyError):
+        save_checkpoint(tmp_path, 2, [bug])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_step_again_replaces_it(tmp_path):
+    put(tmp_path, 1, "old")
+    put(tmp_path, 1, "new")
+    assert (tmp_path / "checkpoint-1/file").read_text() == "new"
+    verify(tmp_path / "checkpoint-1")
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "left"),
+    [(None, None, [1, 2, 3, 4]), (2, None, [3, 4]), (2, 1, [1, 4]), (1, 2, [2, 4]), (1, 4, [4]), (9, 1, [1, 2, 3, 4])],
+)
+def test_retention(tmp_path, keep, best, left):
+    for step in (1, 2, 3, 4):
+        put(tmp_path, step)
+    prune(tmp_path, keep, best)
+    assert [c.step for c in list_checkpoints(tmp_path)] == left
+
+
+def test_latest_looks_into_the_versions_of_an_output_folder(tmp_path):
+    put(tmp_path / "v0-a", 50)
+    time.sleep(0.02)
+    put(tmp_path / "v1-b", 10)
+    assert find_checkpoint("latest", tmp_path).path == tmp_path / "v1-b/checkpoint-10"
+    assert find_checkpoint(str(tmp_path / "v0-a"), tmp_path).step == 50
+
+
+def test_no_checkpoint_says_where_it_looked(tmp_path):
+    with pytest.raises(CheckpointError, match="no complete checkpoint") as caught:
+        find_checkpoint("latest", tmp_path / "nothing")
+    assert str(tmp_path / "nothing") in caught.value.where
+    put(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="no such checkpoint") as caught:
+        find_checkpoint(str(tmp_path / "checkpoint-4"), tmp_path)
+    assert "checkpoint-3" in caught.value.fix
+
+
+def test_tensors_survive_bit_for_bit(tmp_path):
+    tensors = {
+        "a": torch.randn(3, 4),
+        "b": torch.randn(4, 3).T,
+        "c": torch.tensor([1, 2]),
+        "d": torch.randn(2).bfloat16(),
+    }
+    save_tensors(tmp_path / "t.safetensors", tensors)
+    loaded = load_tensors(tmp_path / "t.safetensors")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_state_survives_and_a_broken_one_is_named(tmp_path):
+    state = RunState(step=3, best_metric=0.1 + 0.2, window={"loss": [1 / 3, 7.0]})
+    (tmp_path / "trainer_state.json").write_text(state.to_json())
+    assert RunState.read(tmp_path) == state
+    (tmp_path / "trainer_state.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
+        RunState.read(tmp_path)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from swift.checkpoint import list_checkpoints, prune, save_checkpoint
+run = Path(sys.argv[1])
+step = max((c.step for c in list_checkpoints(run)), default=0)
+while True:
+    step += 1
+    text = str(step) * 1000
+    save_checkpoint(run, step, [lambda f: [(f / f"file{i}").write_text(text) for i in range(20)]])
+    prune(run, 2, None)
+    print(step, flush=True)
+"""
+
+
+def test_kills_at_any_moment_lose_no_acknowledged_checkpoint(tmp_path):
+    """kill -9 at varied moments: what was acknowledged is there, whole, and holds one step's data only."""
+    acknowledged = 0
+    for attempt in range(6):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True, env={**os.environ}
+        )
+        first = process.stdout.readline()
+        time.sleep(0.003 * attempt + 0.001 * (attempt % 3))
+        process.send_signal(signal.SIGKILL)
+        lines = [first, *process.stdout.read().splitlines()]
+        process.wait()
+        acknowledged = max([acknowledged, *(int(line) for line in lines if line.strip())])
+        newest = find_checkpoint("latest", tmp_path)
+        assert newest.step >= acknowledged
+        for checkpoint in list_checkpoints(tmp_path):
+            verify(checkpoint.path)
+            texts = {path.read_text() for path in checkpoint.path.glob("file*")}
+            assert texts == {str(checkpoint.step) * 1000}
