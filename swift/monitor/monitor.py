@@ -209,8 +209,10 @@ def summary_lines(summary: dict[str, Any], history: History, run_dir: Path) -> l
     if _is_number(summary.get("memory_gib")):
         words.append(f"peak {summary['memory_gib']:.1f} GiB")
     lines = [" · ".join(words)]
+    saved = [record for record in history.records if record.get("event") == "checkpoint"]
+    just_said = bool(saved) and saved[-1].get("step") == summary.get("steps")
     for key, label in (("last_checkpoint", "saved   "), ("best_checkpoint", "best    ")):
-        if summary.get(key):
+        if summary.get(key) and not (key == "last_checkpoint" and just_said):
             lines.append(f"{label}{summary[key]}")
     lines.append(f"report  {run_dir / 'report.html'} (also loss.png, logging.jsonl)")
     lines.extend(f"next    {command}" for command in summary.get("next", ()))
