@@ -42,7 +42,12 @@ def infer(config: InferConfig | None = None, **flags: Any) -> list[dict[str, Any
         SwiftError: with what was wrong, where, and what to do.
         KeyboardInterrupt: Ctrl-C ended a batch job; the same call continues it.
     """
-    config = config if config is not None else build_config(InferConfig, flags)
+    if config is None:
+        config = build_config(InferConfig, flags)
+    elif config.model.model is None:
+        from swift.inference.loading import filled
+
+        config = filled(config)
     precheck(config)
     if not _has_rows(config):
         _talk(config)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.config import InferConfig, build_config, load_config, to_flat
-from swift.config.saved import find_saved
+from swift.config import InferConfig, build_config, to_flat
 from swift.core.devices import Device, detect_device
 from swift.core.errors import ModelError, UsageError
 from swift.core.logging import get_logger, local_rank
@@ -117,13 +116,12 @@ def load_engine(config: InferConfig) -> Engine:
 
 def prepare(config: InferConfig) -> Prepared:
     """The first, cheap step of `load_engine`; the same errors, but for those of the weights."""
-    config = _filled(config)
+    config = filled(config)
     device = choose_device(config.infer.device)
     adapter = _adapter_folder(config)
     base = resolve_model(config.model)
     source = adapter if adapter is not None and _has_tokenizer(adapter) else base
     tokenizer = load_tokenizer(source, config.model)
-    config = _prefer_saved_template(config, source, tokenizer)
     encoder = ChatEncoder(tokenizer, config.template)
     return Prepared(config, base, adapter, tokenizer, encoder, device, choose_dtype(config.model.torch_dtype, device))
 
@@ -155,7 +153,7 @@ def choose_dtype(wanted: str | None, device: Device) -> torch.dtype:
     return torch.bfloat16 if device.bf16 else torch.float16
 
 
-def _filled(config: InferConfig) -> InferConfig:
+def filled(config: InferConfig) -> InferConfig:
     """A configuration made in Python may name an adapter only; the checkpoint then says the rest."""
     model, adapters = config.model.model, config.model.adapters
     if model is None and not adapters:
@@ -190,16 +188,6 @@ def _adapter_folder(config: InferConfig) -> Path | None:
 
 def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
-
-
-def _prefer_saved_template(config: InferConfig, source: Path, tokenizer: Any) -> InferConfig:
-    """A checkpoint's tokenizer carries the template it was trained with; the file it once came from may be gone."""
-    wanted = config.template.template
-    if wanted is None or not tokenizer.chat_template or find_saved(source) is None:
-        return config
-    if load_config(InferConfig, source).template.template != wanted:
-        return config  # the user asks for another one
-    return replace(config, template=replace(config.template, template=None))
 
 
 def _attention(wanted: str) -> str:

@@ -21,6 +21,7 @@ from swift.core.errors import NumericsError, UsageError
 from swift.inference.decoding import find_stop
 
 DEFAULT_NEW_TOKENS = 512
+_TOP_P_CANDIDATES = 512  # sorted first for top_p; the rest of the vocabulary only if they don't hold the share
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,8 @@ class RowSampler(LogitsProcessor):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Scores in and out: [batch, vocab] float32."""
-        values, tokens = self._candidates(scores / self._sampling.temperature)
-        probs = values.softmax(dim=-1)
-        if self._sampling.top_p < 1:  # sorted: drop what comes after the share is full
+        probs, tokens = self._candidates(scores / self._sampling.temperature)
+        if self._sampling.top_p < 1:  # likeliest first: drop what comes after the share is full
             probs = probs * (probs.cumsum(dim=-1) - probs < self._sampling.top_p)
         if self._sampling.min_p > 0:
             probs = probs * (probs >= self._sampling.min_p * probs.amax(dim=-1, keepdim=True))
@@ -139,12 +139,18 @@ class RowSampler(LogitsProcessor):
         return cast(torch.FloatTensor, only)
 
     def _candidates(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Scores of the candidates [batch, k], likeliest first where it matters, and their ids (None: all)."""
-        if 0 < self._sampling.top_k < scores.shape[-1]:
-            return scores.topk(self._sampling.top_k, dim=-1)
-        if self._sampling.top_p < 1:
-            return scores.sort(dim=-1, descending=True)
-        return scores, None
+        """Probabilities of the candidates [batch, k], likeliest first where it matters, and their ids (None: all)."""
+        vocab = scores.shape[-1]
+        if 0 < self._sampling.top_k < vocab:
+            values, tokens = scores.topk(self._sampling.top_k, dim=-1)
+            return values.softmax(dim=-1), tokens
+        probs = scores.softmax(dim=-1)
+        if self._sampling.top_p == 1:
+            return probs, None
+        likeliest, tokens = probs.topk(min(_TOP_P_CANDIDATES, vocab), dim=-1)
+        if bool((likeliest.sum(dim=-1) > self._sampling.top_p).all()):
+            return likeliest, tokens  # the share is full among these: no need to sort the vocabulary
+        return probs.sort(dim=-1, descending=True)
 
 
 class FiniteCheck(LogitsProcessor):

@@ -9,7 +9,6 @@ import os
 import shlex
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -305,7 +304,7 @@ def checkpoint(tiny_model_dir, tmp_path, write_rows, chat_rows):
     )
     save_config(config, folder)
     (folder / "complete.json").write_text("{}")
-    template.write_text("{{ raise_exception('the checkpoint has the template that counts, not this file') }}")
+    template.unlink()  # the checkpoint carries it
     return folder
 
 
@@ -317,7 +316,6 @@ def test_a_checkpoint_brings_its_model_template_and_system_prompt(checkpoint, ro
     prompt = engine.encoder.encode_prompt([{"role": "user", "content": "hi"}])
     text = engine.tokenizer.decode(prompt)
     assert text == "[system] You are brief.<|im_end|>\n[user] hi<|im_end|>\n[assistant] "
-    Path(config.template.template).unlink()  # the file that the template came from doesn't matter any more
     by_hand = InferConfig()
     by_hand.model.adapters = [str(checkpoint)]
     by_hand.infer.device = "cpu"
@@ -325,6 +323,17 @@ def test_a_checkpoint_brings_its_model_template_and_system_prompt(checkpoint, ro
 
 
 def test_results_go_beside_the_checkpoint(checkpoint, rows):
+    from swift import infer as public
+
+    config = InferConfig()
+    config.model.adapters = [str(checkpoint)]
+    config.data.val_dataset = [str(rows)]
+    config.generation.max_new_tokens = FAST["max_new_tokens"]
+    config.infer.device = "cpu"
+    first = public(config)
+    [path] = (checkpoint / "infer_result").glob("*.jsonl")
+    assert results_of(path) == first
+    path.unlink()
     infer(adapters=[str(checkpoint)], val_dataset=[str(rows)])
     [path] = (checkpoint / "infer_result").glob("*.jsonl")
     assert len(results_of(path)) == 30

@@ -11,7 +11,7 @@ from fixtures import build_tiny_model
 from swift.config.inference import GenerationConfig
 from swift.core.errors import DataError, NumericsError, SwiftError, UsageError
 from swift.inference.engine import Engine
-from swift.inference.sampling import TextStop
+from swift.inference.sampling import RowSampler, TextStop, resolve_sampling
 
 
 def plain_generate(engine, prompt, **settings):
@@ -188,6 +188,22 @@ def test_sampling_follows_the_distribution(tiny_engine, questions):
         assert draws.count(token) / 3000 == pytest.approx(probability, abs=spread)
 
 
+@pytest.mark.parametrize("flatness", [0.05, 0.5, 1e-4])
+def test_top_p_keeps_the_same_tokens_whether_or_not_it_sorts_everything(flatness):
+    """Sharp rows are decided among the likeliest candidates, flat ones need the whole vocabulary."""
+    scores = torch.randn(6, 5000, generator=torch.Generator().manual_seed(0)) / flatness
+    sampling = resolve_sampling(GenerationConfig(temperature=1.0, top_p=0.7), None)
+    probs, ids = scores.double().softmax(-1).sort(-1, descending=True)
+    kept = probs.cumsum(-1) - probs < 0.7
+    for row in range(6):
+        allowed = set(ids[row][kept[row]].tolist())
+        sampler = RowSampler(sampling, list(range(200)))
+        drawn = sampler(None, scores[row].repeat(200, 1)).argmax(-1).tolist()
+        assert set(drawn) <= allowed
+        mixed = RowSampler(sampling, [0, 1])(None, torch.stack([scores[row], torch.zeros(5000)])).argmax(-1)
+        assert mixed[0] == drawn[0], "a flat row beside it changes nothing"
+
+
 def test_prompts_that_cannot_be_answered_are_refused_with_the_numbers(tiny_engine, questions):
     too_long = [5] * 1024
     for prompt, words in ((too_long, ["1024", "context"]), ([], ["empty"]), ([10**6], ["1000000"])):
@@ -259,8 +275,6 @@ def test_default_number_of_tokens(tiny_engine):
 
 def test_defaults_come_from_the_model_and_the_user_wins(tiny_engine):
     from transformers import GenerationConfig as ModelSettings
-
-    from swift.inference.sampling import resolve_sampling
 
     model = ModelSettings(do_sample=True, temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05)
     plain = resolve_sampling(GenerationConfig(), model)
