@@ -30,7 +30,7 @@ def main(config: MergeLoraConfig) -> int:
 
 def _numbers(agreement: Agreement) -> str:
     return (
-        f"largest difference {agreement.max_difference:.1e} ({agreement.relative:.1e} of their spread), "
+        f"largest difference {agreement.relative:.1e} of their spread, {agreement.rms:.1e} on the whole, "
         f"same first choice at {agreement.top1:.1%} of {agreement.tokens} places"
     )
 

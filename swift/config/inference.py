@@ -52,5 +52,5 @@ class MergeConfig:
     max_shard_size: str = setting("5GB", help="size of a safetensors file")
     merge_tolerance: float | None = setting(
         None,
-        help="largest allowed difference of logits, relative to their spread; default: 1e-4 in fp32, 5e-2 in bf16/fp16",
+        help="allowed difference of logits by their spread; default: 1e-4 for each in fp32, 5e-2 (rms) in bf16/fp16",
     )

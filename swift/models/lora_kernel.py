@@ -25,12 +25,35 @@ _LEVELS = 1 << 16
 
 def keep_mask(x: torch.Tensor, dropout: float) -> tuple[torch.Tensor, float]:
     """A boolean mask of x's shape, False with probability `dropout`; and the exact probability of True."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
+    if x.device.type != "cpu":
         return torch.rand(x.shape, device=x.device) >= dropout, 1 - dropout
     dropped_levels = round(dropout * _LEVELS)
-    words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)  # all 64 bits are random
-    levels = words.view(torch.int16)[: x.numel()].view(x.shape)
-    return levels >= dropped_levels - _LEVELS // 2, 1 - dropped_levels / _LEVELS
+    kept = 1 - dropped_levels / _LEVELS
+    if torch.compiler.is_compiling():
+        return _draw_compiled(x.detach(), torch.empty(1), dropped_levels), kept
+    return _draw(x, dropped_levels), kept
+
+
+def _draw(like: torch.Tensor, dropped_levels: int) -> torch.Tensor:
+    """True where 16 random bits, as a number, are at least `dropped_levels`."""
+    words = torch.empty((like.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)  # all 64 bits are random
+    levels = words.view(torch.int16)[: like.numel()].view(like.shape)
+    return levels >= dropped_levels - _LEVELS // 2
+
+
+@torch.library.custom_op("swift::keep_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def _draw_compiled(like: torch.Tensor, token: torch.Tensor, dropped_levels: int) -> torch.Tensor:
+    """`_draw` as one opaque operation for compiled code, whose own generator is many times slower on a CPU.
+
+    The compiler replaces equal calls by one, and does so with random custom operations too; but it never takes two
+    uninitialised tensors for equal, so an empty `token` in each call keeps the calls apart.
+    """
+    return _draw(like, dropped_levels)
+
+
+@_draw_compiled.register_fake
+def _(like: torch.Tensor, token: torch.Tensor, dropped_levels: int) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=torch.bool)
 
 
 class LoRALinearFunction(torch.autograd.Function):
@@ -107,7 +130,7 @@ class FastLoRALinear(PeftLinear):
             return None
         if type(dropout) is not nn.Identity and not (type(dropout) is nn.Dropout and dropout.p < 1):
             return None
-        if base.weight.requires_grad or x.dim() < 2 or not torch.is_grad_enabled():
+        if base.weight.requires_grad or x.dim() < 2:
             return None
         if not x.dtype == base.weight.dtype == matrix_a.weight.dtype == matrix_b.weight.dtype:
             return None
