@@ -35,6 +35,7 @@ from swift.models.split_init import (
     SPLIT_FILE,
     Split,
     changes_base,
+    exchange_start,
     has_split,
     initial_factors,
     joined_config,
@@ -311,6 +312,24 @@ def adapter_state_dict(model: PeftModel, adapter_name: str = "default") -> dict[
             config.rank_pattern = pattern  # type: ignore[attr-defined]
 
 
+def load_adapter_weights(model: nn.Module, folder: Path, adapter_name: str = "default") -> None:
+    """Overwrite the weights of an adapter that `model` carries with those saved in `folder`. Nothing else changes.
+
+    Raises:
+        ModelError: files are missing or damaged, or of an adapter with other settings.
+    """
+    wrapped = _peft_model(model)
+    _require_adapter(wrapped, adapter_name)
+    config, state, split = _read_adapter(
+        folder, is_trainable=split_of(wrapped, adapter_name) is not None, model=wrapped
+    )
+    if config.peft_type != wrapped.peft_config[adapter_name].peft_type:
+        raise ModelError(f"{folder} is a {config.peft_type} adapter, the model has another kind", where="--adapters")
+    if split is not None:
+        exchange_start(wrapped, adapter_name, split)
+    _fill_adapter(wrapped, adapter_name, state, folder)
+
+
 def read_adapter_config(folder: Path) -> peft.PeftConfig:
     """The configuration in an adapter folder, after a check that its files are there and whole.
 
@@ -376,7 +395,8 @@ def _add_adapter(model: nn.Module, name: str, config: peft.PeftConfig) -> PeftMo
 
 
 def _check_name(name: str, config: peft.PeftConfig) -> None:
-    prefix = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type, "")  # of parameter names: peft tells them apart by it
+    kind: Any = config.peft_type
+    prefix = PEFT_TYPE_TO_PREFIX_MAPPING.get(kind, "")  # of parameter names: peft tells them apart by it
     if not re.fullmatch(r"[A-Za-z0-9][\w-]*", name) or name in prefix:
         raise ModelError(f"{name!r} can't name an adapter", fix="letters, digits, - and _, such as `style-a`")
 
@@ -394,25 +414,36 @@ def _check_addition(model: PeftModel, name: str, config: peft.PeftConfig, splits
 
 
 def _load_adapter(model: nn.Module, name: str, folder: Path, is_trainable: bool) -> PeftModel:
-    config = read_adapter_config(folder)
-    split = None
-    with quiet_transformers(), _model_errors("load"):
-        mapping = getattr(model, "_checkpoint_conversion_mapping", None)
-        state = load_peft_weights(str(folder), device="cpu", key_mapping=mapping)
-    if is_trainable and (folder / SPLIT_FILE).is_file():
-        config, state, split = separated(config, state, json.loads((folder / SPLIT_FILE).read_text()))
+    config, state, split = _read_adapter(folder, is_trainable=is_trainable, model=model)
     config.inference_mode = not is_trainable
     wrapped = _add_adapter(model, name, config)
-    with quiet_transformers(), _model_errors("load"):
-        result = peft.set_peft_model_state_dict(wrapped, state, adapter_name=name)
-        wrapped.base_model._cast_adapter_dtype(adapter_name=name, autocast_adapter_dtype=True)  # type: ignore[operator]
-    _check_adapter_fits(folder, wrapped, name, result)
+    _fill_adapter(wrapped, name, state, folder)
     if split is not None:
         subtract_start(wrapped, name, split)
         remember_split(wrapped, name, split)
     if not is_trainable:
         wrapped.eval()
     return wrapped
+
+
+def _read_adapter(
+    folder: Path, *, is_trainable: bool, model: nn.Module
+) -> tuple[peft.PeftConfig, dict[str, torch.Tensor], Split | None]:
+    """Settings and tensors of an adapter folder; to train on, a joined PiSSA or OLoRA adapter is taken apart again."""
+    config = read_adapter_config(folder)
+    mapping = getattr(model, "_checkpoint_conversion_mapping", None)
+    with quiet_transformers(), _model_errors("load"):
+        state = load_peft_weights(str(folder), device="cpu", key_mapping=mapping)
+    if is_trainable and (folder / SPLIT_FILE).is_file():
+        return separated(config, state, json.loads((folder / SPLIT_FILE).read_text()))
+    return config, state, None
+
+
+def _fill_adapter(model: PeftModel, name: str, state: dict[str, torch.Tensor], folder: Path) -> None:
+    with quiet_transformers(), _model_errors("load"):
+        result = peft.set_peft_model_state_dict(model, state, adapter_name=name)
+        model.base_model._cast_adapter_dtype(adapter_name=name, autocast_adapter_dtype=True)  # type: ignore[operator]
+    _check_adapter_fits(folder, model, name, result)
 
 
 def _check_adapter_fits(folder: Path, model: PeftModel, name: str, result: Any) -> None:

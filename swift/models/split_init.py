@@ -147,3 +147,31 @@ def subtract_start(model: PeftModel, adapter_name: str, split: Split) -> None:
         whole = weight.data.to(torch.float32)
         rest = whole - layer.scaling[adapter_name] * start_b @ start_a.to(weight.device)
         layer.get_base_layer().weight.data = rest.to(weight.dtype)
+
+
+def exchange_start(model: PeftModel, adapter_name: str, split: Split) -> None:
+    """Let an adapter that has a start already go on from another one of the same model: R + s·B0·A0 stays the same."""
+    present = split_of(model, adapter_name)
+    if present is None or present.initial.keys() != split.initial.keys():
+        raise ModelError("the adapter's start doesn't belong to this model", where="--adapters")
+    layers = dict(model.named_modules())
+    for key, start_a in present.initial.items():
+        if key.endswith(_STEM_A) and not _same_start(present, split, key):
+            name = key.removesuffix(_STEM_A)
+            layer: Any = layers[name]
+            weight = layer.get_base_layer().weight
+            start_b = present.initial[name + _STEM_B]
+            part = layer.scaling[adapter_name] * start_b @ start_a
+            weight.data = (weight.data.to(torch.float32) + part.to(weight.device)).to(weight.dtype)
+    changed = {
+        key: value
+        for key, value in split.initial.items()
+        if not _same_start(present, split, key.replace(_STEM_B, _STEM_A))
+    }
+    subtract_start(model, adapter_name, Split(split.settings, changed))
+    remember_split(model, adapter_name, split)
+
+
+def _same_start(left: Split, right: Split, key_a: str) -> bool:
+    key_b = key_a.removesuffix(_STEM_A) + _STEM_B
+    return all(torch.equal(left.initial[key], right.initial[key]) for key in (key_a, key_b))

@@ -15,7 +15,7 @@ from torch import nn
 
 from swift.core.errors import ModelError
 from swift.models import adapters
-from swift.models.adapters import LoRAConfig, Swift
+from swift.models.adapters import LoRAConfig, Swift, load_adapter_weights
 
 
 def mlp(dtype=torch.float32):
@@ -219,6 +219,27 @@ def test_split_starts_refuse_company_and_switching_off():
         Swift.prepare_model(model, LoRAConfig(r=2), "other")
     with pytest.raises(ModelError, match="can't switch its adapter off"):
         Swift.deactivate(model)
+
+
+@pytest.mark.parametrize("init", [True, "pissa", "olora"], ids=str)
+def test_weights_go_back_into_an_adapter(init, tmp_path):
+    settings = LoRAConfig(r=2, init_lora_weights=init)
+    model = shake(Swift.prepare_model(mlp(), settings))
+    Swift.save(model, tmp_path)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    output = model(X).detach()
+    shake(model, 9)
+    load_adapter_weights(model, tmp_path)
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+
+    torch.manual_seed(11)
+    other = Swift.prepare_model(mlp(), LoRAConfig(r=2, init_lora_weights="pissa_niter_1" if init == "pissa" else init))
+    load_adapter_weights(other, tmp_path)
+    torch.testing.assert_close(other(X), output, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ModelError, match=r"size mismatch|shape"):
+        load_adapter_weights(Swift.prepare_model(mlp(), LoRAConfig(r=3)), tmp_path)
+    with pytest.raises(ModelError, match="another kind"):
+        load_adapter_weights(Swift.prepare_model(mlp(), adapters.IA3Config()), tmp_path)
 
 
 def test_modules_to_save(tiny_model_dir, tmp_path):
