@@ -249,7 +249,6 @@ class Ledger:
             name = tally.source if tally.split == "train" else f"{tally.source} ({tally.split})"
             counts = [tally.read, tally.kept, tally.truncated, tally.cut_up, sum(tally.dropped.values())]
             counts += [tally.examples, tally.tokens, tally.trained_tokens]
-            counts += [tally.examples, tally.tokens, tally.trained_tokens]
             rows.append([name, *(f"{count:,}" for count in counts)])
         if not any(tally.examples for tally in self.sources):  # nothing was encoded
             rows = [row[:-3] for row in rows]

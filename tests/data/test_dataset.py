@@ -546,6 +546,7 @@ def test_a_restored_ledger_says_the_same() -> None:
     tally.blank, tally.repeated = 2, 5
     tally.unused["x"] = 3
     text = ledger.render()
+    assert [len(row) for row in ledger.table()] == [9, 9]
     for piece in (
         "truncated",
         "dropped 1 empty: first a:3: nothing",
