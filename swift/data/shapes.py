@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swift.core.errors import did_you_mean
-from swift.data.messages import decode_nested, normalise_messages
+from swift.data.messages import ROLE_ALIASES, decode_nested, normalise_messages
 from swift.data.rows import Row, RowProblem, RowRef, excerpt
 
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
@@ -71,7 +71,7 @@ def normalise_row(record: dict[str, Any], ref: RowRef, options: RowOptions) -> t
         raise RowProblem("multimodal", f"the row has {media!r}: only text can be trained so far", f"remove {media!r}")
     row = Row(ref, [], template_kwargs=_template_kwargs(columns))
     row.tools = _tools(columns.take("tools"))
-    row.messages, row.text = _body(columns)
+    row.messages, row.text = _body(columns, options.need_answer)
     if row.text is None:
         _add_system(row.messages, columns)
         _check_conversation(row.messages, set(columns.values), options.need_answer)
@@ -134,8 +134,8 @@ def _rename(record: dict[str, Any], renames: tuple[tuple[str, str], ...]) -> dic
     return renamed
 
 
-def _body(columns: _Columns) -> tuple[list[dict[str, Any]], str | None]:
-    """The conversation, or the plain text."""
+def _body(columns: _Columns, need_answer: bool) -> tuple[list[dict[str, Any]], str | None]:
+    """The conversation, or the plain text. Where no answer is needed, one that is null is as good as none."""
     present = [name for name in MESSAGE_COLUMNS if columns.peek(name) is not None]
     if len(present) > 1:
         raise RowProblem(
@@ -144,13 +144,26 @@ def _body(columns: _Columns) -> tuple[list[dict[str, Any]], str | None]:
             "rename the other with --columns '{\"" + present[1] + '": "unused"}\'',
         )
     if present:
-        return normalise_messages(columns.take(present[0]), columns.unused.add), None
+        raw = columns.take(present[0])
+        return normalise_messages(raw if need_answer else _without_null_answer(raw), columns.unused.add), None
     if any(name in columns.values for name in MESSAGE_COLUMNS if columns.auto or name in _EXACT):
         raise RowProblem("no_content", "the messages column is null")
-    return _prompt_and_answer(columns)
+    return _prompt_and_answer(columns, need_answer)
 
 
-def _prompt_and_answer(columns: _Columns) -> tuple[list[dict[str, Any]], str | None]:
+def _without_null_answer(raw: Any) -> Any:
+    """A message list without the assistant message at its end, if that holds nothing but nulls."""
+    messages = decode_nested(raw, "messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, dict):
+        return raw
+    role = last.get("role", last.get("from"))
+    speaks = role == "assistant" or (isinstance(role, str) and ROLE_ALIASES.get(role) == "assistant")
+    empty = all(value is None for key, value in last.items() if key not in ("role", "from"))
+    return messages[:-1] if speaks and empty else raw
+
+
+def _prompt_and_answer(columns: _Columns, need_answer: bool) -> tuple[list[dict[str, Any]], str | None]:
     prompt_name, prompt = _prompt(columns)
     answer_name, answer = columns.first(ANSWER_COLUMNS)
     if answer_name is None or (answer is None and prompt_name is None):
@@ -170,7 +183,7 @@ def _prompt_and_answer(columns: _Columns) -> tuple[list[dict[str, Any]], str | N
         messages += normalise_messages(answer, columns.unused.add)
     elif answer is not None:
         messages.append({"role": "assistant", "content": _plain(answer_name or "response", answer)})
-    elif answer_name is not None:
+    elif answer_name is not None and (need_answer or not messages):
         raise RowProblem("no_content", f"{answer_name!r} is null or empty: there is no answer to train on")
     return messages, None
 

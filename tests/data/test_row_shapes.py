@@ -274,6 +274,18 @@ def test_prompts_need_no_answer_for_inference() -> None:
     assert read({"query": "U"}, need_answer=False).messages == [U]
 
 
+def test_a_null_answer_is_no_fault_where_none_is_needed() -> None:
+    null = {"role": "assistant", "content": None}
+    rows = ({"query": "U", "response": None}, {"messages": [U, null]}, {"messages": json.dumps([U, null])})
+    foreign = {"conversations": [{"from": "human", "value": "U"}, {"from": "gpt", "value": None}]}
+    for record in (*rows, foreign):
+        assert refused(record).reason == "no_content"
+        assert read(record, need_answer=False).messages == [U]
+    for record in ({"response": None}, {"messages": [{"role": "user", "content": None}]}, {"query": None}):
+        with pytest.raises(RowProblem, match=r"null|no content"):
+            read(record, need_answer=False)
+
+
 # record, reason, a piece of the message, a piece of the fix
 REFUSALS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "content null": (
