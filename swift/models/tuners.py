@@ -25,7 +25,6 @@ __all__ = [
     "adapter_step_callback",
     "apply_tuner",
     "load_adapter_state",
-    "lora_plus_groups",
     "set_total_steps",
     "trainable_summary",
 ]
@@ -184,41 +183,6 @@ def load_adapter_state(model: nn.Module, state: dict[str, Any] | None) -> None:
     for name in ("ipt", "exp_avg_ipt", "exp_avg_unc"):
         setattr(tuner.rankallocator, name, {key: value.clone() for key, value in state[name].items()})
     tuner.peft_config[tuner.trainable_adapter_name].rank_pattern = state["rank_pattern"]
-
-
-def lora_plus_groups(model: nn.Module, lr: float, ratio: float, weight_decay: float) -> list[dict[str, Any]]:
-    """Optimizer groups of LoRA+ (https://arxiv.org/abs/2402.12354): B learns `ratio` times as fast as A.
-
-    Args:
-        model: a model with LoRA layers.
-        lr: learning rate of A and of everything else.
-        ratio: rate of B over that of A; the paper suggests 16.
-        weight_decay: for matrices; vectors (biases, norms, magnitudes) get none.
-
-    Returns:
-        Groups with `name`, `params`, `lr` and `weight_decay`; only parameters that are trained, each once.
-
-    Raises:
-        UsageError: the model has no LoRA matrices.
-    """
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            fast = ".lora_B." in name or ".lora_embedding_B." in name
-            groups.setdefault((fast, parameter.ndim >= 2), []).append(parameter)
-    if not any(fast for fast, _ in groups):
-        raise UsageError(
-            "LoRA+ needs LoRA matrices", where="--lorap_lr_ratio", fix="--tuner_type lora, or leave it out"
-        )
-    return [
-        {
-            "name": ("lora_B" if fast else "other") + ("" if decays else "_no_decay"),
-            "params": parameters,
-            "lr": lr * ratio if fast else lr,
-            "weight_decay": weight_decay if decays else 0.0,
-        }
-        for (fast, decays), parameters in groups.items()
-    ]
 
 
 def _adalora_model(model: nn.Module) -> Any:

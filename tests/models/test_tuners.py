@@ -23,7 +23,6 @@ from swift.models.tuners import (
     adapter_step_callback,
     apply_tuner,
     load_adapter_state,
-    lora_plus_groups,
     set_total_steps,
     trainable_summary,
 )
@@ -142,24 +141,6 @@ def test_adalora_regularizer_is_pefts(tiny_model_dir):
     assert adapter_regularizer(apply_tuner(load(tiny_model_dir), TunerConfig())) is None
     with pytest.raises(UsageError, match="in 1 steps"):
         set_total_steps(model, 1)
-
-
-def test_lora_plus_groups(tiny_model_dir):
-    model = apply_tuner(load(tiny_model_dir), TunerConfig(use_dora=True))
-    groups = lora_plus_groups(model, lr=1e-4, ratio=16, weight_decay=0.1)
-    by_name = {group["name"]: group for group in groups}
-    assert by_name["lora_B"]["lr"] == pytest.approx(1.6e-3) and by_name["other"]["lr"] == 1e-4
-    assert by_name["other"]["weight_decay"] == 0.1 and by_name["other_no_decay"]["weight_decay"] == 0
-    listed = [p for group in groups for p in group["params"]]
-    assert {id(p) for p in listed} == {id(p) for p in model.parameters() if p.requires_grad}
-    assert len(listed) == len({id(p) for p in listed}) == 3 * 14
-    b_matrices = {id(p) for name, p in model.named_parameters() if ".lora_B." in name}
-    assert {id(p) for p in by_name["lora_B"]["params"]} == b_matrices
-    optimizer = torch.optim.AdamW(groups)
-    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
-    optimizer.step()
-    with pytest.raises(UsageError, match=r"LoRA\+ needs LoRA"):
-        lora_plus_groups(apply_tuner(load(tiny_model_dir), TunerConfig(tuner_type="ia3")), 1e-4, 16, 0.1)
 
 
 def test_new_tokens_are_trained_and_saved(tiny_model_dir, tmp_path):
