@@ -97,9 +97,16 @@ def _new_groups(cls: type, command: str) -> list[str]:
     """Groups that `sft` hasn't; the shared ones are named."""
     known = groups_of(SftConfig)
     groups = groups_of(cls)
-    shared = [f"{members[0].title} `[{group}]`" for group, members in groups.items() if group in known]
+    shared = [_shared(members, known[group]) for group, members in groups.items() if group in known]
     parts = [f"As in `{command}`: {', '.join(shared)}.\n"] if shared else []
     return parts + [_group(members) for group, members in groups.items() if group not in known]
+
+
+def _shared(members: list[Setting], known: list[Setting]) -> str:
+    """The name of a group that `sft` has as well, and which of its settings are missing."""
+    missing = [setting.name for setting in known if setting.name not in {each.name for each in members}]
+    without = ", ".join(f"`--{name}`" for name in missing)
+    return f"{members[0].title} `[{members[0].group}]`" + (f" (without {without})" if missing else "")
 
 
 def _cell(text: str) -> str:

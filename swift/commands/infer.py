@@ -187,8 +187,8 @@ def _say(report: BatchReport, config: InferConfig) -> None:
 
 def resume_command(config: InferConfig, path: Path) -> str:
     """The command line that continues this job."""
-    defaults = to_flat(InferConfig())
-    flags = {name: value for name, value in to_flat(config).items() if value != defaults[name]}
+    values = to_flat(config)
+    flags = {name: values[name] for name, default in to_flat(InferConfig()).items() if values[name] != default}
     flags["result_path"] = str(path)
     flags.pop("resume", None)
     words = ["swift", "infer"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from swift.config.data import BatchingConfig, DataConfig, TemplateConfig
+from swift.config.data import BatchingConfig, DataConfig, PromptConfig, RowsConfig, TemplateConfig
 from swift.config.inference import GenerationConfig, InferRunConfig, MergeConfig
 from swift.config.model import ModelConfig
 from swift.config.training import (
@@ -50,8 +50,8 @@ class InferConfig:
     """Talk to a model, or answer a file of prompts."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    template: TemplateConfig = field(default_factory=TemplateConfig)
+    data: RowsConfig = field(default_factory=RowsConfig)
+    template: PromptConfig = field(default_factory=PromptConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     infer: InferRunConfig = field(default_factory=InferRunConfig)
 

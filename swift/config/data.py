@@ -1,4 +1,7 @@
-"""Which rows, and how they become tokens."""
+"""Which rows, and how they become tokens.
+
+What inference needs of it is in `RowsConfig` and `PromptConfig`; training adds the rest.
+"""
 
 # ruff: noqa: RUF009 - `setting` is `dataclasses.field` with metadata
 from __future__ import annotations
@@ -10,23 +13,17 @@ from swift.config.fields import setting
 
 
 @dataclass
-class DataConfig:
+class RowsConfig:
     """Data"""
 
     dataset: list[str] = setting(
         help="files, folders or ids, as path[:subset][#rows]; `self-cognition` is shipped", factory=list
     )
     val_dataset: list[str] = setting(help="the same, for evaluation", factory=list, aliases=("eval_dataset",))
-    split_dataset_ratio: float = setting(
-        0.0, help="share of the training rows set aside for evaluation", aliases=("val_size",)
-    )
     data_seed: int | None = setting(None, help="seed of sampling, splitting and order; default: --seed")
     columns: dict[str, str] | None = setting(None, help='JSON renames, such as {"ask": "query"}')
     disable_auto_column_mapping: bool = setting(False, help="no guessing of column names; only --columns")
-    strict: bool = setting(True, help="stop at the first bad row; false: drop it, count it, go on")
-    max_bad_rows: float = setting(0.01, help="with --strict false: bad rows allowed (share below 1, else count)")
     dataset_shuffle: bool = setting(True, help="shuffle rows before taking #rows and the evaluation split")
-    dataset_num_proc: int = setting(1, help="processes that read and tokenise", aliases=("preprocessing_num_workers",))
     model_name: list[str] = setting(
         help="fills {{NAME}} in self-cognition data; two values: Chinese, English", factory=list
     )
@@ -36,7 +33,19 @@ class DataConfig:
 
 
 @dataclass
-class TemplateConfig:
+class DataConfig(RowsConfig):
+    """Data"""
+
+    split_dataset_ratio: float = setting(
+        0.0, help="share of the training rows set aside for evaluation", aliases=("val_size",)
+    )
+    strict: bool = setting(True, help="stop at the first bad row; false: drop it, count it, go on")
+    max_bad_rows: float = setting(0.01, help="with --strict false: bad rows allowed (share below 1, else count)")
+    dataset_num_proc: int = setting(1, help="processes that read and tokenise", aliases=("preprocessing_num_workers",))
+
+
+@dataclass
+class PromptConfig:
     """Chat encoding"""
 
     template: str | None = setting(
@@ -44,8 +53,17 @@ class TemplateConfig:
         help="chat template: a .jinja file or `chatml`; default: the tokenizer's own",
         aliases=("chat_template", "template_type"),
     )
-    use_chat_template: bool | None = setting(None, help="false: plain text; default: true for sft, false for pt")
+    use_chat_template: bool | None = setting(
+        None, help="false: plain text; default: false for pt and its checkpoints, else true"
+    )
     system: str | None = setting(None, help="system prompt (text or a .txt file) for rows that have none")
+    enable_thinking: bool | None = setting(None, help="passed to templates that know it; default: the template's own")
+
+
+@dataclass
+class TemplateConfig(PromptConfig):
+    """Chat encoding"""
+
     max_length: int = setting(2048, help="tokens per example", aliases=("cutoff_len", "max_seq_length", "sequence_len"))
     truncation_strategy: Literal["delete", "right", "left", "split", "raise"] = setting(
         "delete",
@@ -59,7 +77,6 @@ class TemplateConfig:
         help="an answer that the template shows differently once more messages follow (thoughts dropped): split = "
         "its own example, mask = not trained, keep = trained as the history shows it",
     )
-    enable_thinking: bool | None = setting(None, help="passed to templates that know it; default: the template's own")
     add_non_thinking_prefix: bool = setting(
         True, help="with hybrid-thinking templates, an answer without thoughts gets the template's empty-thought prefix"
     )

@@ -247,6 +247,25 @@ RULES: dict[str, Rule] = {
     ),
 }
 
+# configuration class -> settings of training that scripts also give to that command, where they mean nothing
+OF_COMMAND: dict[str, dict[str, Rule]] = {
+    "InferConfig": {
+        **_satisfied(
+            "max_length cutoff_len max_seq_length sequence_len truncation_strategy",
+            "prompts are never cut; --max_new_tokens bounds the answer, --max_model_len both together",
+        ),
+        **_satisfied("loss_scale history_turns add_non_thinking_prefix", "it matters only in training"),
+        **_satisfied("strict max_bad_rows", "a row that can't be answered gets a line in the results that says why"),
+        **_satisfied("dataset_num_proc preprocessing_num_workers", "rows are read while others are answered"),
+        **_later(
+            "split_dataset_ratio val_size",
+            "--load_data_args true answers the rows that a training set aside; --val_dataset path#rows takes a sample",
+            ("0", "0.0", "none"),
+            "no rows are set aside",
+        ),
+    }
+}
+
 PREFIXES: dict[str, str] = {
     "vllm_": _ENGINE,
     "sglang_": _ENGINE,
@@ -291,6 +310,7 @@ VALUE_NAMES: dict[str, dict[str, str]] = {
     "eval_strategy": {"false": "no"},
     "save_strategy": {"false": "no"},
     "template": {"auto": "none", "default": "none"},
+    "infer_backend": {"pt": "transformers", "auto": "transformers"},
 }
 
 # values of our settings that other tools know and this version lacks
@@ -313,7 +333,7 @@ VALUES_LATER: dict[str, dict[str, str]] = {
         ),
         "adamw_torch_fused, sgd and adafactor are there",
     ),
-    "infer_backend": dict.fromkeys(("vllm", "sglang", "lmdeploy", "pt"), "use --infer_backend transformers"),
+    "infer_backend": dict.fromkeys(("vllm", "sglang", "lmdeploy"), "use --infer_backend transformers"),
     "attn_impl": dict.fromkeys(
         ("flash_attention_3", "flash_attention_4", "flex_attention", "xformers"),
         "leave it out: the fastest attention that is there is chosen",
@@ -326,12 +346,13 @@ VALUES_LATER: dict[str, dict[str, str]] = {
 }
 
 
-def judge(name: str, words: Words) -> Verdict | None:
+def judge(name: str, words: Words, config: str = "") -> Verdict | None:
     """What a foreign flag means here; None if nobody knows it.
 
     Args:
         name: the flag without dashes, with underscores.
         words: its value; empty for a bare flag.
+        config: name of the configuration class that lacks it.
     """
     value = (" ".join(words) or "true").strip().lower()
     on = value in TRUE_WORDS
@@ -348,7 +369,7 @@ def judge(name: str, words: Words) -> Verdict | None:
             if on
             else Verdict((("temperature", Words(("0",))),))
         )
-    rule = RULES.get(name)
+    rule = OF_COMMAND.get(config, {}).get(name) or RULES.get(name)
     if rule is None:
         advice = next((PREFIXES[p] for p in PREFIXES if name.startswith(p)), None)
         return Verdict(instead=advice) if advice else None

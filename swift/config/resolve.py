@@ -134,13 +134,17 @@ def _settings_meant(cls: type, item: Given, command: str | None, result: Resolve
             )
             return []
         return [(name, item.words)]
-    verdict = legacy.judge(item.key, item.words)
+    verdict = legacy.judge(item.key, item.words, cls.__name__)
     if verdict is not None:
         known = [(n, words) for n, words in verdict.settings if n in names]
         if known or verdict.note:
             if verdict.note:
                 result.notes.append(f"note: {verdict.note}")
             return known
+        if verdict.instead is not None and _owner(item.key, command):
+            here = item.key in legacy.OF_COMMAND.get(cls.__name__, {})
+            result.problems.append(_of_another(cls, item, command, verdict.instead if here else "remove it"))
+            return []
         if verdict.instead is not None:
             message = f"{_flag(item)} {_short(item.words)}is not available yet"
             result.problems.append(Problem(message, _elsewhere(item), verdict.instead))
@@ -173,13 +177,9 @@ def _elsewhere(item: Given) -> str | None:
 
 
 def _unknown(cls: type, item: Given, command: str | None) -> Problem:
-    kind = "flag" if item.where.startswith("--") else "setting"
-    owner = _owner(item.key, command)
-    target = f"swift {command}" if command else cls.__name__
-    if owner:
-        return Problem(
-            f"{_flag(item)} is a {kind} of `swift {owner}`, not of `{target}`", _elsewhere(item), "remove it"
-        )
+    if _owner(item.key, command):
+        return _of_another(cls, item, command, "remove it")
+    kind = _kind(item)
     known = [*names_of(cls), *group_spellings(cls)] if kind == "setting" else list(names_of(cls))
     close = nearest(item.key.lower(), [n for n in known if "." not in n])
     dashes = "--" if kind == "flag" else ""
@@ -188,6 +188,16 @@ def _unknown(cls: type, item: Given, command: str | None) -> Problem:
         fix = f"{fix} " if fix else ""
         fix += f"`swift {command} --help` lists them all"
     return Problem(f"unknown {kind} {_flag(item)}", _elsewhere(item), fix)
+
+
+def _kind(item: Given) -> str:
+    return "flag" if item.where.startswith("--") else "setting"
+
+
+def _of_another(cls: type, item: Given, command: str | None, fix: str) -> Problem:
+    target = f"swift {command}" if command else cls.__name__
+    owner = _owner(item.key, command)
+    return Problem(f"{_flag(item)} is a {_kind(item)} of `swift {owner}`, not of `{target}`", _elsewhere(item), fix)
 
 
 def _owner(key: str, command: str | None) -> str | None:

@@ -30,7 +30,10 @@ _PATHS = (
     ("data", "dataset"), ("data", "val_dataset"),
 )  # fmt: skip
 LATEST = frozenset({"latest", "last", "true"})
-_DATA = ("dataset", "val_dataset", "split_dataset_ratio", "data_seed", "columns", "disable_auto_column_mapping")
+_DATA = (
+    "dataset", "val_dataset", "data_seed", "columns", "disable_auto_column_mapping", "dataset_shuffle", "model_name",
+    "model_author",
+)  # fmt: skip
 
 
 def save_config(config: Any, path: str | Path) -> Path:

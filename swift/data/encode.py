@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from swift.config.data import TemplateConfig
+from swift.config.data import PromptConfig, TemplateConfig
 from swift.core.errors import DataError, TemplateError, UsageError
 from swift.data.conversation import last_round_thinks, read_system, shape_calls, turn_weights, without_marks
 from swift.data.probe import TemplateFacts, probe
@@ -74,7 +74,7 @@ class ChatEncoder:
     Args:
         tokenizer: a fast tokenizer. Its template (and eos, with ChatML) is set from `config`, so that saving it saves
             what was trained.
-        config: template settings.
+        config: template settings; those of inference are enough to encode prompts, and leave the rest at its defaults.
 
     Attributes:
         template: the chat template in force; None when rows are plain text.
@@ -89,16 +89,16 @@ class ChatEncoder:
         TemplateError: the template can't be trained on; names it. UsageError: settings that contradict each other.
     """
 
-    def __init__(self, tokenizer: Any, config: TemplateConfig) -> None:
+    def __init__(self, tokenizer: Any, config: PromptConfig) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise TemplateError(
                 f"the tokenizer {type(tokenizer).__name__} has no fast version; spans need character offsets",
                 fix="convert it to tokenizer.json (transformers does so when it can)",
             )
-        self.config = config
+        self.config = config if isinstance(config, TemplateConfig) else TemplateConfig(**asdict(config))
         self.tokenizer = tokenizer
         self.use_chat_template = config.use_chat_template is not False
-        if self.use_chat_template and config.truncation_strategy == "split":
+        if self.use_chat_template and self.config.truncation_strategy == "split":
             raise UsageError(
                 "--truncation_strategy split is for plain text: a conversation can't be cut into pieces",
                 where="--truncation_strategy",

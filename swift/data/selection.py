@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from swift.config.data import DataConfig
+from swift.config.data import RowsConfig
 from swift.data.pipeline import Chunk, chunked
 from swift.data.readers import FileTally, RawRow, count_raw, parse_raw, read_raw
 from swift.data.rows import Row, RowProblem, RowRef
@@ -139,24 +139,24 @@ class Progress:
             self.report(self)
 
 
-def open_source(source: Source, data: DataConfig, rng: np.random.Generator) -> SourceReading:
+def open_source(source: Source, data: RowsConfig, rng: np.random.Generator) -> SourceReading:
     """Start reading a source as `data` says."""
     identity = identity_from(data.model_name, data.model_author) if source.self_cognition else None
     return SourceReading(source, choose(source, data.dataset_shuffle, rng), identity, notes=list(source.notes))
 
 
-def row_options(data: DataConfig, *, need_answer: bool) -> RowOptions:
+def row_options(data: RowsConfig, *, need_answer: bool) -> RowOptions:
     """How rows are read under these settings."""
     return RowOptions(tuple((data.columns or {}).items()), not data.disable_auto_column_mapping, need_answer)
 
 
-def data_rng(data: DataConfig, seed: int, *path: int) -> np.random.Generator:
+def data_rng(data: RowsConfig, seed: int, *path: int) -> np.random.Generator:
     """The random stream at `path`: (0, n) for the n-th training source, (1, n) for evaluation, (2,) for the split."""
     return np.random.default_rng([seed if data.data_seed is None else data.data_seed, *path])
 
 
 def iter_rows(
-    datasets: list[str], data: DataConfig, *, need_answer: bool = False, seed: int = 42
+    datasets: list[str], data: RowsConfig, *, need_answer: bool = False, seed: int = 42
 ) -> Iterator[tuple[RowRef, Row | RowProblem]]:
     """Each row of these dataset arguments in order, or what is wrong with it; `#n` as in training."""
     options = row_options(data, need_answer=need_answer)

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from swift.config.data import TemplateConfig
+from swift.config.data import PromptConfig
 from swift.core.errors import TemplateError, UsageError
 
 # Whatever a template does wrong with a conversation surfaces as one of these.
@@ -74,7 +74,7 @@ class Renderer:
         return texts[0], [tuple(span) for span in spans[0]] if marks else []
 
 
-def install_template(tokenizer: Any, config: TemplateConfig) -> tuple[str, list[str]]:
+def install_template(tokenizer: Any, config: PromptConfig) -> tuple[str, list[str]]:
     """Put the template that `config` asks for on `tokenizer`, so that a saved checkpoint carries it.
 
     A tokenizer that has a template keeps it unless `--template` says otherwise. A base model gets ChatML, and an eos

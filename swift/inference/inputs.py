@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from swift.config import SftConfig
-from swift.config.data import DataConfig
+from swift.config.data import RowsConfig
 from swift.core.errors import SwiftError, UsageError
 from swift.core.logging import get_logger
 from swift.data.dataset import prepare_datasets
@@ -75,7 +75,7 @@ class Inputs:
     """
 
     def __init__(
-        self, datasets: list[str], data: DataConfig, seed: int, *, only: frozenset[RowRef] | None = None
+        self, datasets: list[str], data: RowsConfig, seed: int, *, only: frozenset[RowRef] | None = None
     ) -> None:
         if not datasets:
             raise UsageError("there are no rows to answer", where="--val_dataset", fix="--val_dataset FILE")
@@ -94,6 +94,8 @@ class Inputs:
             "columns": data.columns,
             "auto_columns": not data.disable_auto_column_mapping,
             "sampled": data.dataset_shuffle,
+            "data_seed": data.data_seed,
+            "self_cognition": [data.model_name, data.model_author],
         }
 
     def read(self, encoder: ChatEncoder, indices: range) -> Iterator[InputRow]:

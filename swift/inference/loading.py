@@ -162,8 +162,8 @@ def filled(config: InferConfig) -> InferConfig:
         )
     if model is not None or not config.infer.load_args:
         return config
-    defaults = to_flat(InferConfig())
-    given = {name: value for name, value in to_flat(config).items() if value != defaults[name]}
+    values = to_flat(config)
+    given = {name: values[name] for name, default in to_flat(InferConfig()).items() if values[name] != default}
     return build_config(InferConfig, given)
 
 

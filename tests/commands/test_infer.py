@@ -117,6 +117,31 @@ def test_plain_text_is_continued_with_the_tokens_that_training_saw(tiny_model_co
     assert text_prompt(encoder, "Once upon a time") == trained[:-1]
 
 
+def test_results_belong_to_how_the_rows_were_drawn_and_filled_in(rows):
+    from swift.config.data import RowsConfig
+    from swift.inference.inputs import Inputs
+
+    def fingerprint(**settings):
+        return Inputs([f"{rows}#5", "self-cognition#2"], RowsConfig(**{**names, **settings}), 1).fingerprint
+
+    names = {"model_name": ["Ada"], "model_author": ["Lin"]}
+    assert fingerprint() == fingerprint()
+    for other in ({"data_seed": 7}, {"model_name": ["Bob"]}, {"dataset_shuffle": False}):
+        assert fingerprint(**other) != fingerprint()
+
+
+def test_a_whole_template_config_does_as_well(tiny_model_dir):
+    """Its settings of training are left alone."""
+    from swift.config.commands import InferConfig
+    from swift.config.data import TemplateConfig
+    from swift.inference.loading import prepare
+
+    config = InferConfig(template=TemplateConfig(system="be brief", max_length=9))
+    config.model.model = str(tiny_model_dir)
+    assert prepare(config).encoder.system == "be brief"
+    assert resume_command(config, tiny_model_dir).count("max_length") == 0
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
 def test_killed_and_resumed_equals_uninterrupted(job, tmp_path, sampling):
     slow = {**job, "max_new_tokens": 60, **sampling}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swift.config import InferConfig, SftConfig, parse_command_line
-from swift.config.legacy import RULES, VALUE_NAMES, VALUES_LATER, judge
+from swift.config.legacy import OF_COMMAND, RULES, VALUE_NAMES, VALUES_LATER, judge
 from swift.config.schema import names_of, settings_of
 from swift.config.values import Words
 from swift.core.errors import UsageError
@@ -98,6 +98,51 @@ def test_in_files_as_well(tmp_path):
 def test_no_rule_hides_a_setting():
     ours = set(names_of(SftConfig)) | set(names_of(InferConfig))
     assert not ours & set(RULES), "a setting that exists can't be foreign"
+
+
+def infer(*words: str):
+    return parse_command_line(InferConfig, words, command="infer")
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("--max_length 100", "--max_model_len"),
+        ("--cutoff_len 100", "--max_new_tokens"),
+        ("--truncation_strategy left", "never cut"),
+        ("--loss_scale all", "only in training"),
+        ("--history_turns keep", "only in training"),
+        ("--add_non_thinking_prefix false", "only in training"),
+        ("--strict false", "line in the results"),
+        ("--max_bad_rows 3", "line in the results"),
+        ("--dataset_num_proc 4", "rows are read"),
+        ("--split_dataset_ratio 0", "no rows are set aside"),
+    ],
+)
+def test_settings_of_training_are_no_settings_of_inference(words, advice):
+    """They would change nothing, so they say so, and the help doesn't list them."""
+    parsed = infer(*words.split())
+    assert parsed.config == InferConfig()
+    assert len(parsed.notes) == 1 and words.split()[0] in parsed.notes[0] and advice in parsed.notes[0]
+    assert not set(OF_COMMAND["InferConfig"]) & set(names_of(InferConfig))
+    assert set(OF_COMMAND["InferConfig"]) <= set(names_of(SftConfig))
+    sft(*words.split())
+
+
+def test_rows_cant_be_set_aside_in_inference():
+    with pytest.raises(UsageError, match="flag of `swift sft`") as caught:
+        infer("--split_dataset_ratio", "0.1")
+    assert caught.value.exit_code == 2 and "--load_data_args" in caught.value.fix
+    with pytest.raises(UsageError, match="flag of `swift infer`") as caught:
+        sft("--repetition_penalty", "1.1")
+    assert caught.value.fix == "remove it"
+
+
+def test_engines():
+    assert infer("--infer_backend", "pt").config.infer.infer_backend == "transformers"
+    for engine in ("vllm", "sglang", "lmdeploy"):
+        with pytest.raises(UsageError, match="not available yet"):
+            infer("--infer_backend", engine)
 
 
 def test_every_rule_gives_advice_or_a_reason():

@@ -70,7 +70,8 @@ def run_dir(tmp_path):
         SftConfig,
         {
             "model": "owner/base", "dataset": ["rows.jsonl"], "system": "be brief", "max_steps": 20, "lora_rank": 3,
-            "val_dataset": ["v.jsonl"], "resume_from_checkpoint": None, "torch_dtype": "bfloat16",
+            "val_dataset": ["v.jsonl"], "resume_from_checkpoint": None, "torch_dtype": "bfloat16", "max_length": 99,
+            "model_name": ["Ada"], "strict": False,
         },
     )  # fmt: skip
     folder = tmp_path / "run" / "checkpoint-5"
@@ -113,6 +114,9 @@ def test_inference_takes_model_and_template_only(run_dir):
         InferConfig, {"adapters": [str(run_dir / "checkpoint-5")], "load_data_args": True, "system": "x"}
     )
     assert config.data.val_dataset == ["v.jsonl"] and config.template.system == "x"
+    assert config.data.model_name == ["Ada"], "self-cognition rows are filled in as they were in training"
+    assert "max_length" not in to_flat(config) and "strict" not in to_flat(config)
+    assert load_config(InferConfig, run_dir).template.system == "be brief", "what only training has is left out"
     config = build_config(InferConfig, {"adapters": [str(run_dir / "checkpoint-5")], "load_args": False, "model": "y"})
     assert config.model.model == "y" and config.template.system is None
 
