@@ -172,14 +172,21 @@ class ChatEncoder:
     def encode_prompt(
         self, messages: list[dict], tools: list[dict] | None = None, template_kwargs: dict | None = None
     ) -> list[int]:
-        """The ids of the generation prompt after `messages`.
+        """The ids of the generation prompt after `messages`; without a chat template, those of their plain text.
 
         Raises:
             RowProblem: the template refuses the conversation.
         """
-        return list(
-            self.tokenizer(self.render_prompt(messages, tools, template_kwargs), add_special_tokens=False).input_ids
-        )
+        text = self.render_prompt(messages, tools, template_kwargs)
+        if not self.use_chat_template:
+            return self.encode_text(text)
+        return list(self._tokens.encode([text], special=False)[0].ids)
+
+    def encode_text(self, text: str) -> list[int]:
+        """The ids of a plain text to be continued: those with which the training example of that text begins, with
+        what the tokenizer puts before a text and without what ends it."""
+        ids = self._tokens.encode([text], special=True)[0].ids
+        return list(ids[: len(ids) - self._tokens.num_after])
 
     def render_prompt(
         self, messages: list[dict], tools: list[dict] | None = None, template_kwargs: dict | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 _CACHE_SIZE = 4096
@@ -33,6 +35,12 @@ class Tokens:
         """One `tokenizers.Encoding` for each text; `special` adds what the tokenizer adds around a text (bos, eos)."""
         out = self.tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False, verbose=False)
         return out.encodings
+
+    @cached_property
+    def num_after(self) -> int:
+        """How many tokens the tokenizer puts after a text."""
+        added = self.encode(["a"], special=True)[0].special_tokens_mask
+        return len(list(takewhile(bool, reversed(added))))
 
     def span(self, encoding: Any, text: str, start: int, end: int) -> tuple[int, int, bool]:
         """Tokens [first, after) that belong to the characters [start, end) of the encoding's text.

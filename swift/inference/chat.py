@@ -17,7 +17,6 @@ from swift.config.inference import GenerationConfig
 from swift.core.errors import SwiftError, did_you_mean
 from swift.data.rows import RowProblem
 from swift.inference.engine import Completion, Engine
-from swift.inference.prompts import conversation_prompt
 from swift.inference.terminal import Terminal
 
 FENCE = '"""'
@@ -122,7 +121,7 @@ class Chat:
         pieces: list[str] = []
         note = None
         try:
-            prompt = conversation_prompt(self._engine.encoder, self.messages)
+            prompt = self._engine.encoder.encode_prompt(self.messages)
             if self._streams:
                 note = self._stream(prompt, pieces)
             else:

@@ -20,7 +20,6 @@ from swift.data.encode import ChatEncoder
 from swift.data.rows import Row, RowProblem, RowRef
 from swift.data.selection import data_rng, iter_rows, open_source
 from swift.data.sources import parse_source
-from swift.inference.prompts import conversation_prompt, text_prompt
 
 log = get_logger("inference")
 
@@ -172,10 +171,10 @@ def prompt_of(row: Row, messages: list[dict[str, Any]], encoder: ChatEncoder) ->
         TemplateError: the chat template refuses the conversation.
     """
     if row.text is not None:
-        return text_prompt(encoder, row.text)
+        return encoder.encode_text(row.text)
     if not messages:
         raise RowProblem("no_prompt", "the conversation has nothing before its answer", "begin it with a user message")
-    return conversation_prompt(encoder, messages, row.tools, row.template_kwargs or None)
+    return encoder.encode_prompt(messages, row.tools, row.template_kwargs or None)
 
 
 def _hashes(text: str) -> list[str]:

@@ -95,28 +95,6 @@ def test_answers_are_those_of_the_engine_on_the_prompt_without_the_reference(job
         assert result["num_prompt_tokens"] == len(prompt)
 
 
-def test_plain_text_is_continued_with_the_tokens_that_training_saw(tiny_model_copy, tmp_path, write_rows):
-    """A tokenizer that puts a token before every text does so here as well."""
-    from tokenizers import processors
-    from transformers import AutoTokenizer
-
-    from swift.config.data import TemplateConfig
-    from swift.data.encode import ChatEncoder
-    from swift.data.rows import Row, RowRef
-    from swift.inference.prompts import text_prompt
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_copy)
-    bos = tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A <|im_end|>",
-        special_tokens=[("<|endoftext|>", bos), ("<|im_end|>", tokenizer.eos_token_id)],
-    )
-    encoder = ChatEncoder(tokenizer, TemplateConfig(use_chat_template=False, loss_scale="all"))
-    trained = encoder.encode(Row(RowRef("f", 1), [], text="Once upon a time"))[0].input_ids.tolist()
-    assert trained[0] == bos
-    assert text_prompt(encoder, "Once upon a time") == trained[:-1]
-
-
 def test_results_belong_to_how_the_rows_were_drawn_and_filled_in(rows):
     from swift.config.data import RowsConfig
     from swift.inference.inputs import Inputs

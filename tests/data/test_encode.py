@@ -283,6 +283,26 @@ def test_plain_text_with_bos():
     assert encoder.render_prompt(chat[:1]) == "Q: 1+1\nA:"
 
 
+def test_a_plain_prompt_is_how_training_on_its_text_begins():
+    """A tokenizer that puts tokens around a text does so in inference too, but for those that end it."""
+    from tokenizers import processors
+
+    tokenizer = make_tokenizer()
+    before, after = tokenizer.convert_tokens_to_ids("<|endoftext|>"), tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"<|endoftext|> $A {END}", special_tokens=[("<|endoftext|>", before), (END, after)]
+    )
+    encoder = ChatEncoder(tokenizer, TemplateConfig(use_chat_template=False, loss_scale="all"))
+    for text in ("Once upon a time", f"Once{END}", " ", "<|endoftext|>Once"):
+        ids = encoder.encode(row(text=text))[0].input_ids.tolist()
+        assert ids[0] == before and ids[-1] == after
+        assert encoder.encode_text(text) == ids[:-1]
+        assert encoder.encode_prompt([{"role": "user", "content": text}]) == ids[:-1]
+    assert encoder.encode_text("") == [before]
+    chat = ChatEncoder(tokenizer, TemplateConfig())
+    assert chat.encode_text("Once") == encoder.encode_text("Once"), "rows that are plain text beside conversations"
+
+
 def test_empty_text_is_a_problem():
     with pytest.raises(RowProblem, match="empty"):
         encoder_of(use_chat_template=False).encode(row(text=""))
