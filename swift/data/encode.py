@@ -21,7 +21,7 @@ import numpy as np
 from swift.config.data import PromptConfig, TemplateConfig
 from swift.core.errors import DataError, TemplateError, UsageError
 from swift.data.conversation import last_round_thinks, read_system, shape_calls, turn_weights, without_marks
-from swift.data.probe import TemplateFacts, probe
+from swift.data.probe import PROBE_TOOL, TemplateFacts, dated_renderings, probe
 from swift.data.rows import Row, RowProblem
 from swift.data.shown import check_shown
 from swift.data.spans import Conversation, TurnFinder
@@ -209,8 +209,8 @@ class ChatEncoder:
         return list(dict.fromkeys(int(i) for i in ids if i is not None))
 
     def fingerprint(self) -> str:
-        """A hash that changes whenever the encoding of some row could: settings, template, tokenizer, and the day for
-        templates that write the date."""
+        """A hash that changes whenever the encoding of some row could: settings, template, tokenizer, and the date
+        where the template writes it."""
         parts: dict[str, Any] = {
             "version": ENCODING_VERSION,
             "config": asdict(self.config),
@@ -220,17 +220,16 @@ class ChatEncoder:
             "tokenizer": hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
         }
         if self.use_chat_template:
-            parts["probe"] = self.render_prompt([{"role": "user", "content": "x"}])
+            templates = {self._template_for(tools) for tools in (None, [PROBE_TOOL])}
+            renderers = [Renderer(self.tokenizer, template) for template in sorted(templates)]
+            parts["dated"] = [dated_renderings(render) for render in renderers]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
     # --- conversations ---
 
     def _voice(self, tools: list[dict] | None) -> _Voice:
         """The template for a conversation with these tools; most tokenizers have one for all."""
-        try:
-            template = self.tokenizer.get_chat_template(None, tools or None)
-        except ValueError as error:
-            raise TemplateError(f"{self._name}: {error}", fix="name one with --template FILE.jinja") from error
+        template = self._template_for(tools)
         if template not in self._voices:
             render = Renderer(self.tokenizer, template)
             facts = probe(render, self._added, self._name)
@@ -238,8 +237,14 @@ class ChatEncoder:
                 render, facts, self._added, self._name, allow_empty_thought=self.config.add_non_thinking_prefix
             )
             self._voices[template] = _Voice(render, facts, finder)
-            self.notices += facts.notices
+            self.notices += [notice for notice in facts.notices if notice not in self.notices]
         return self._voices[template]
+
+    def _template_for(self, tools: list[dict] | None) -> str:
+        try:
+            return self.tokenizer.get_chat_template(None, tools or None)
+        except ValueError as error:
+            raise TemplateError(f"{self._name}: {error}", fix="name one with --template FILE.jinja") from error
 
     def _conversation(
         self, messages: list[dict], tools: list[dict] | None, template_kwargs: dict, *, answered: bool

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ OPEN, CLOSE = "<think>", "</think>"  # how thoughts are enclosed, by convention 
 ANSWER = "Qzanswer7"
 OTHER = "Wxreply4"
 QUESTION = "Kvquestion3"
+_CLOCK = "strftime_now"  # the function with which templates read the clock
 _GENERATION = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
 
 PROBE_TOOL = {
@@ -112,9 +114,39 @@ def probe(render: Renderer, added: re.Pattern[str], name: str) -> TemplateFacts:
     _find_thinking(facts, render, question, prompt)
     _find_tool_form(facts, render, added)
     facts.marks = _marks_usable(facts, render, answered)
-    if "strftime_now" in render.template:
-        facts.notices.append(f"{name} may write today's date into the prompt: encodings made on different days differ")
+    if dated_renderings(render):
+        facts.notices.append(f"{name} writes today's date into prompts: encodings made on different days differ")
     return facts
+
+
+def dated_renderings(render: Renderer) -> list[str]:
+    """Prompts of the template as they come out now, those alone that depend on the clock: with and without a system
+    message and tools."""
+    if _CLOCK not in render.template:
+        return []
+    question = [{"role": "user", "content": QUESTION}]
+    then, later = _with_clock(render, "2001"), _with_clock(render, "2034")
+    found = []
+    for messages in (question, [{"role": "system", "content": OTHER}, *question]):
+        for tools in (None, [PROBE_TOOL]):
+            try:
+                now = render(messages, tools, {}, prompt=True)
+            except Refusal:
+                continue
+            try:
+                dated = then(messages, tools, {}, prompt=True) != later(messages, tools, {}, prompt=True)
+            except Refusal:  # it takes the date apart, which it wouldn't for nothing
+                dated = True
+            if dated:
+                found.append(now)
+    return found
+
+
+def _with_clock(render: Renderer, shows: str) -> Renderer:
+    """The renderer with a clock that always shows the same."""
+    stopped = copy(render)
+    stopped.template = f"{{% macro {_CLOCK}(format) %}}{shows}{{% endmacro %}}{render.template}"
+    return stopped
 
 
 def _find_openers(facts: TemplateFacts, render: Renderer, added: re.Pattern[str], name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -397,11 +398,46 @@ def test_fingerprint_follows_the_text_of_a_system_file(tmp_path):
     assert encoder_of(system=str(path)).fingerprint() != before
 
 
-def test_template_that_writes_the_date_is_said(tmp_path):
-    path = tmp_path / "dated.jinja"
-    chatml = (TEMPLATES_DIR / "chatml.jinja").read_text("utf-8")
-    path.write_text("{{ '<|im_start|>system\\nToday is ' + strftime_now('%d %b %Y') + '<|im_end|>\\n' }}" + chatml)
-    assert any("date" in notice for notice in encoder_of(template=str(path)).notices)
+@pytest.fixture
+def at(monkeypatch):
+    """Sets the clock that templates read."""
+
+    def set_clock(year: int) -> None:
+        class Clock(datetime):
+            @classmethod
+            def now(cls, tz=None):
+                return datetime(year, 6, 7, tzinfo=tz)
+
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Clock)
+
+    return set_clock
+
+
+WRITE_DATE = "{{ '<|im_start|>system\\nToday is ' + strftime_now('%d %b %Y') + '<|im_end|>\\n' }}"
+
+
+@pytest.mark.parametrize(
+    ("before", "dated"),
+    [
+        (WRITE_DATE, True),
+        ("{% if tools %}" + WRITE_DATE + "{% endif %}", True),
+        ("{% if messages[0]['role'] == 'system' %}" + WRITE_DATE + "{% endif %}", True),
+        ("{% macro head() %}" + WRITE_DATE + "{% endmacro %}{{ head() }}", True),
+        ("{{ strftime_now('%d %Y').split(' ')[1] + ' is the year' }}", True),
+        ("{% if with_date is defined %}" + WRITE_DATE + "{% endif %}", False),
+        ("{% set today = strftime_now('%d %b %Y') %}", False),
+        ("", False),
+    ],
+)
+def test_fingerprint_changes_with_the_date_only_where_the_template_writes_it(before, dated, tmp_path, at):
+    path = tmp_path / "own.jinja"
+    path.write_text(before + (TEMPLATES_DIR / "chatml.jinja").read_text("utf-8"))
+    encoder = encoder_of(template=str(path))
+    assert sum("today's date" in notice for notice in encoder.notices) == dated, "said once, if it is so"
+    at(2030)
+    one, same = encoder.fingerprint(), encoder.fingerprint()
+    at(2031)
+    assert (one == same, encoder.fingerprint() != one) == (True, dated)
 
 
 def test_slow_tokenizers_are_refused():
