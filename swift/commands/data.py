@@ -13,7 +13,7 @@ from swift.config.commands import SftConfig
 from swift.config.data import DataConfig, TemplateConfig
 from swift.config.fields import setting
 from swift.config.model import ModelConfig
-from swift.config.parse import parse_command_line, require_choice
+from swift.config.parse import names_config_file, parse_command_line, require_choice
 from swift.core.errors import UsageError
 from swift.core.files import write_atomic
 
@@ -136,15 +136,18 @@ C = TypeVar("C", bound=SftConfig)
 
 
 def _parse(cls: type[C], help_class: type[Any], arguments: list[str], command: str, usage: str) -> C:
-    """The configuration: files without a flag are datasets, a YAML file is a training file."""
+    """The configuration: files without a flag are datasets, but a file of settings is a training file."""
     if {"-h", "--help"} & set(arguments):
         parse_command_line(help_class, arguments, command=command, usage=usage)  # raises the request for help
     files = []
     rest = list(arguments)
-    while rest and not rest[0].startswith("-") and not rest[0].lower().endswith((".yaml", ".yml")):
+    while rest and not rest[0].startswith("-") and not names_config_file(cls, rest[0]):
         files.append(rest.pop(0))
+    settings = [rest.pop(0)] if rest and not rest[0].startswith("-") else []
     if files:
-        rest = ["--dataset", *files, *rest]
+        rest = [*settings, "--dataset", *files, *rest]
+    else:
+        rest = [*settings, *rest]
     parsed = parse_command_line(cls, rest, command=command, positionals=["[FILE...]"], usage=usage)
     config = parsed.config
     config.data.dataset = [*config.data.dataset, *parsed.positionals]

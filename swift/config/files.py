@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from swift.core.errors import UsageError
 
 CONFIG_NAME = "swift_config.yaml"
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+_MOST_BYTES = 2**20  # of a file of settings; a larger one holds data
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,33 @@ def read_config_file(path: str | Path) -> ConfigFile:
         else:
             settings.append(entry)
     return ConfigFile(path, settings, env, data)
+
+
+def holds_settings(path: str | Path, known: Collection[str], groups: Collection[str]) -> bool:
+    """Whether a word on the command line names a file of settings rather than one of data.
+
+    YAML always is. JSON is one if most keys of its object are settings; a list, an object of lists (`{"data": […]}`),
+    a single row, and what can't be read are data.
+
+    Args:
+        path: the word.
+        known: names of settings.
+        groups: names of groups of settings.
+    """
+    path = Path(path)
+    if path.suffix.lower() in (".yaml", ".yml"):
+        return True
+    if path.suffix.lower() != ".json" or not path.is_file() or path.stat().st_size > _MOST_BYTES:
+        return False
+    try:
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, OSError):
+        return False
+    if not isinstance(data, dict):
+        return False
+    named = [key for key in (str(key).replace("-", "_") for key in data) if key in known or key == "ENV"]
+    grouped = [key for key, value in data.items() if key in groups and key not in named and isinstance(value, dict)]
+    return len(named) + len(grouped) > len(data) / 2
 
 
 def _read_text(path: Path) -> str:
@@ -197,7 +225,9 @@ def _parse_json(path: Path, text: str) -> tuple[list[Entry], dict[str, Any]]:
             f"{path} is not valid JSON: {error.msg} at column {error.colno}", where=f"{path}:{error.lineno}"
         ) from None
     if not isinstance(data, dict):
-        raise UsageError(f"{path} must hold one JSON object", where=f"{path}:1")
+        raise UsageError(
+            f"{path} must hold one JSON object", where=f"{path}:1", fix=f"if it holds rows: --dataset {path}"
+        )
     return list(_plain_entries(data, text)), data
 
 

@@ -1,7 +1,8 @@
 """The command line: words -> what was given -> a configuration.
 
 Works for a command's whole configuration as well as for a small dataclass of options; `--flag value`, `--flag=value`,
-`--two-words`, bare booleans, lists by spaces, a YAML or JSON file as first positional or behind `--config`.
+`--two-words`, bare booleans, lists by spaces, a YAML or JSON file as first positional or behind `--config`. Where
+data files may stand without a flag as well, a JSON file is told from them by its content.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from swift.config.files import CONFIG_SUFFIXES, ConfigFile, Given, given_in_file, read_config_file
+from swift.config.files import CONFIG_SUFFIXES, ConfigFile, Given, given_in_file, holds_settings, read_config_file
 from swift.config.helptext import render_help
 from swift.config.resolve import Problem, construct, group_spellings, raise_problems, resolve
 from swift.config.saved import fill_from_checkpoint
@@ -88,7 +91,8 @@ def parse_command_line(
     file = None
     given: list[Given] = []
     if has_file:
-        if split.config is None and split.positionals and _looks_like_config(split.positionals[0]):
+        is_config = partial(names_config_file, cls) if positionals else _looks_like_config
+        if split.config is None and split.positionals and is_config(split.positionals[0]):
             split.config = split.positionals.pop(0)
         if split.config is not None:
             file = read_config_file(split.config)
@@ -101,6 +105,11 @@ def parse_command_line(
     return Parsed(
         construct(cls, resolved.values), resolved.origins, resolved.places, resolved.notes, split.positionals, file
     )
+
+
+def names_config_file(cls: type, word: str) -> bool:
+    """Whether `word` names a file of settings of `cls`, where it could name a data file as well."""
+    return holds_settings(word, names_of(cls), group_spellings(cls))
 
 
 def _looks_like_config(word: str) -> bool:
@@ -166,7 +175,8 @@ def _claimed(setting: Any, following: list[str]) -> list[str]:
         first = following[0].lower() if following else ""
         known = first in TRUE_WORDS | FALSE_WORDS or (setting.optional and first in ("none", "null"))
         # one stray word is a misspelt value rather than a file name
-        stray = len(following) == 1 and first and not known and not _looks_like_config(first)
+        a_file = _looks_like_config(first) or (bool(following) and Path(following[0]).exists())
+        stray = len(following) == 1 and first and not known and not a_file
         return following[:1] if known or stray else []
     return following[:1]
 

@@ -67,6 +67,51 @@ def test_a_json_data_file_is_data(tmp_path, chat_rows, capsys):
     assert json.loads(capsys.readouterr().out)["unit"] == "characters"
 
 
+ROW = {"query": "What is red?", "response": "A colour", "system": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    "content", [[ROW, ROW], {"data": [ROW, ROW]}, {"train": [ROW, ROW]}, ROW], ids=["list", "data", "train", "one row"]
+)
+@pytest.mark.parametrize("first", [True, False], ids=["before the flags", "after the flags"])
+def test_a_json_file_of_rows_is_data_wherever_it_stands(content, first, tiny_model_dir, tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(content))
+    words = [str(path), "--model", str(tiny_model_dir)] if first else ["--model", str(tiny_model_dir), str(path)]
+    assert main(["check", *words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["unit"] == "tokens" and report["sources"][0]["read"] == (1 if content == ROW else 2)
+
+
+@pytest.mark.parametrize("content", ["flat", "grouped", "misspelt"])
+@pytest.mark.parametrize("first", [True, False], ids=["before the flags", "after the flags"])
+def test_a_json_file_of_settings_is_a_training_file(content, first, data, tmp_path, capsys):
+    settings = {"dataset": [data], "max_length": 4, "lora-rank": 2}
+    if content == "grouped":
+        settings = {"data": {"dataset": [data]}, "lora": {"rank": 2}, "ENV": {"X_TEST": "1"}}
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({**settings, "max_lenth": 3} if content == "misspelt" else settings))
+    words = [str(path), "--json"] if first else ["--json", str(path)]
+    if content == "misspelt":
+        with pytest.raises(UsageError, match="max_lenth"):
+            main(["check", *words])
+        return
+    assert main(["check", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["sources"][0]["read"] == 6
+
+
+def test_a_data_file_may_follow_a_bare_flag(data, capsys):
+    assert main(["check", "--json", data]) == 0
+    assert json.loads(capsys.readouterr().out)["sources"][0]["read"] == 6
+
+
+def test_data_files_may_stand_before_the_training_file(data, tmp_path, capsys):
+    config = tmp_path / "run.yaml"
+    config.write_text("dataset: [gone.jsonl]\n")
+    assert main(["check", data, str(config), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sources"][0]["read"] == 6
+
+
 def test_preview_shows_n_rows_and_writes_html(data, tiny_model_dir, tmp_path, capsys):
     out = tmp_path / "sub" / "out.html"
     assert main(["preview", data, "--model", str(tiny_model_dir), "--n", "2", "--html", str(out)]) == 0

@@ -226,6 +226,11 @@ def test_file_messages(tmp_path, text, message):
     assert message.format(path=path) in sft_error(path)
 
 
+def test_rows_are_no_settings(tmp_path):
+    path = config_file(tmp_path, '[{"query": "x", "response": "y"}]', "rows.json")
+    assert f"--dataset {path}" in sft_error(path)
+
+
 def test_json_file(tmp_path):
     path = config_file(tmp_path, '{\n\t"model": "x",\n\t"train": {"save_steps": "many"}\n}', "run.json")
     assert f"{path}:3" in sft_error(path)
