@@ -1,6 +1,5 @@
 """`swift config show|schema|convert`: what settings come to, what there is, and files of other tools."""
 
-# ruff: noqa: RUF009 - `setting` is `dataclasses.field` with metadata
 from __future__ import annotations
 
 import json

@@ -3,8 +3,6 @@
 Only composes what the other commands are made of: the inference engine, `sft`, and the monitor's curve.
 """
 
-# ruff: noqa: RUF009 - `setting` is `dataclasses.field` with metadata
-
 from __future__ import annotations
 
 import gc

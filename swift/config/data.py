@@ -3,7 +3,6 @@
 What inference needs of it is in `RowsConfig` and `PromptConfig`; training adds the rest.
 """
 
-# ruff: noqa: RUF009 - `setting` is `dataclasses.field` with metadata
 from __future__ import annotations
 
 from dataclasses import dataclass

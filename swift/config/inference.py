@@ -1,6 +1,5 @@
 """How answers are generated."""
 
-# ruff: noqa: RUF009 - `setting` is `dataclasses.field` with metadata
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,6 +1,5 @@
 """Which model, and how it is held in memory."""
 
-# ruff: noqa: RUF009 - `setting` is `dataclasses.field` with metadata
 from __future__ import annotations
 
 from dataclasses import dataclass

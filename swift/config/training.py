@@ -1,6 +1,5 @@
 """How it is trained: batches, objective, optimizer, schedule, precision, evaluation."""
 
-# ruff: noqa: RUF009 - `setting` is `dataclasses.field` with metadata
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,6 +1,5 @@
 """What is trained: everything, a part, or an adapter."""
 
-# ruff: noqa: RUF009 - `setting` is `dataclasses.field` with metadata
 from __future__ import annotations
 
 from dataclasses import dataclass
