@@ -27,7 +27,7 @@ _PUBLIC = {
     "AdapterConfig": "swift.models.adapters",
 }
 
-__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604 - the names are resolved lazily below
+__all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:

@@ -37,7 +37,9 @@ class Registry(Generic[T]):
         if name not in self._items:
             raise UsageError(
                 f"there is no {self.kind} called {name!r}",
-                fix=" ".join(filter(None, [did_you_mean(name, self._items), "known: " + ", ".join(sorted(self._items))])),
+                fix=" ".join(
+                    filter(None, [did_you_mean(name, self._items), "known: " + ", ".join(sorted(self._items))])
+                ),
             )
         return self._items[name]
 
