@@ -12,9 +12,10 @@ from typing import Any
 
 from swift.config.checks import find_problems
 from swift.config.commands import MergeLoraConfig
+from swift.config.data import DataConfig, RowsConfig
 from swift.config.resolve import Problem, raise_problems
 from swift.core.errors import SwiftError, nearest
-from swift.data.sources import parse_source
+from swift.data.sources import parse_source, resolve_rows, resolve_sources
 from swift.models.hub import check_model_source, is_adapter_folder
 
 
@@ -35,11 +36,24 @@ def precheck(config: Any, *, places: Mapping[str, str] | None = None) -> None:
     missing_adapter = isinstance(config, MergeLoraConfig) and not config.model.adapters
     if config.model.model or not (adapters or missing_adapter):  # without a model, an adapter names its own
         problems += _raised(where, "model", check_model_source, config.model)
-    data = getattr(config, "data", None)
-    for setting in ("dataset", "val_dataset") if data is not None else ():
-        for text in getattr(data, setting):
-            problems += _raised(where, setting, parse_source, text)
+    if hasattr(config, "data"):
+        problems += _data_faults(where, config.data)
     raise_problems(problems, subject="the request")
+
+
+def _data_faults(places: Mapping[str, str], data: RowsConfig) -> list[Problem]:
+    """Every dataset argument that can't be meant; if there is none, what is wrong with them as a whole."""
+    problems = [
+        problem
+        for setting in ("dataset", "val_dataset")
+        for text in getattr(data, setting)
+        for problem in _raised(places, setting, parse_source, text)
+    ]
+    if problems or max(len(data.model_name), len(data.model_author)) > 2:  # the settings' own check has said so
+        return problems
+    if isinstance(data, DataConfig) and data.dataset:
+        return _raised(places, "dataset", resolve_sources, data)
+    return _raised(places, "dataset", resolve_rows, data)
 
 
 def _raised(places: Mapping[str, str], setting: str, ask: Any, subject: Any) -> list[Problem]:

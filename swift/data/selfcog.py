@@ -8,6 +8,7 @@ from swift.core.errors import UsageError
 from swift.data.rows import Row, RowProblem
 
 NAME, AUTHOR = "{{NAME}}", "{{AUTHOR}}"
+_EXAMPLES = {"--model_name": "--model_name 小风 Breeze", "--model_author": "--model_author 小明 Ming"}
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,18 @@ def identity_from(model_name: list[str], model_author: list[str]) -> Identity:
     Raises:
         UsageError: if one of them is missing or has more than two values.
     """
+    given = {"model_name": model_name, "model_author": model_author}
+    missing = [f"--{flag}" for flag, values in given.items() if not values or not all(values)]
+    if missing:
+        raise UsageError(
+            f"self-cognition data needs {' and '.join(missing)}",
+            where=" and ".join(missing),
+            fix=f"add {' and '.join(_EXAMPLES[flag] for flag in missing)} (Chinese, English), or one name each",
+        )
     return Identity(_both("model_name", model_name), _both("model_author", model_author))
 
 
 def _both(flag: str, values: list[str]) -> dict[str, str]:
-    if not values or not all(values):
-        raise UsageError(
-            f"self-cognition data needs --{flag}",
-            where=f"--{flag}",
-            fix=f"add --{flag} 小风 Breeze (Chinese, English), or one",
-        )
     if len(values) > 2:
         raise UsageError(
             f"--{flag} has {len(values)} values: {' '.join(values)}",

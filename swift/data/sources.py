@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from swift.config.data import DataConfig
+from swift.config.data import DataConfig, RowsConfig
 from swift.core.errors import DataError, SwiftError, UsageError, did_you_mean, nearest
 from swift.data.selfcog import identity_from
 
@@ -91,8 +91,19 @@ def resolve_sources(data: DataConfig) -> tuple[list[Source], list[Source]]:
         raise UsageError("no data was given", where="--dataset", fix="--dataset FILE.jsonl (or `self-cognition`)")
     if data.val_dataset and data.split_dataset_ratio > 0:
         raise UsageError(
-            "--val_dataset and --split_dataset_ratio both give evaluation rows", fix="leave out one of them"
+            "--val_dataset and --split_dataset_ratio both give evaluation rows",
+            where="--val_dataset and --split_dataset_ratio",
+            fix="leave out one of them",
         )
+    return resolve_rows(data)
+
+
+def resolve_rows(data: RowsConfig) -> tuple[list[Source], list[Source]]:
+    """The sources of `--dataset` and of `--val_dataset`, of which there may be none.
+
+    Raises:
+        UsageError, DataError: an argument that can't be meant, naming its flag; self-cognition rows without names.
+    """
     train = [_at_flag("--dataset", text) for text in data.dataset]
     validation = [_at_flag("--val_dataset", text) for text in data.val_dataset]
     if any(source.self_cognition for source in (*train, *validation)):

@@ -87,6 +87,23 @@ def test_missing_model_and_data_are_named_together(tmp_path):
     assert "model-a" in text and "rows.jsonl" in text
 
 
+def test_data_that_needs_more_settings_is_refused_before_torch(tiny_model_dir, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    model = str(tiny_model_dir)
+    words = ("--model", model, "--dataset", "self-cognition")
+    text = refused("sft", *words, cwd=tmp_path)
+    assert "needs --model_name and --model_author" in text and "faults" not in text
+    (tmp_path / "run.yaml").write_text(f"model: {model}\ndataset: [self-cognition]\nmodel_name: [Ada]\n")
+    text = refused("pt", "run.yaml", cwd=tmp_path)
+    assert "needs --model_author" in text and "run.yaml:2" in text
+    assert "needs --model_name" in refused("infer", *words, cwd=tmp_path)
+    two = ("--val_dataset", "rows.jsonl", "--split_dataset_ratio", "0.1")
+    assert "both give evaluation rows" in refused(
+        "sft", "--model", model, "--dataset", "rows.jsonl", *two, cwd=tmp_path
+    )
+    assert "both give" not in refused("sft", "--model", model, "--dataset", "gone.jsonl", *two, cwd=tmp_path)
+
+
 def test_a_path_that_looks_local_is_never_a_hub_id(tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "rows.jsonl").write_text("{}\n")
