@@ -16,6 +16,7 @@ from swift.commands.quickstart import QuickstartOptions
 from swift.config import InferConfig, MergeLoraConfig, PtConfig, SftConfig
 from swift.config.catalog import COMMANDS
 from swift.config.schema import Setting, default_words, groups_of, settings_of, type_words
+from swift.core.doctor import VARIABLES
 
 PAGE = Path(__file__).with_name("configuration.md")
 
@@ -64,7 +65,14 @@ def page() -> str:
     for command, cls in _OTHERS.items():
         parts.append(f"## Settings of `swift {command}`\n")
         parts.extend(_new_groups(cls, "sft"))
+    parts.append(_variables_table())
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _variables_table() -> str:
+    rows = [f"| `{name}` | {_cell(meaning)} |" for name, meaning in VARIABLES.items()]
+    intro = "## Environment variables\n\n`swift doctor` shows those that are set.\n"
+    return "\n".join([intro, "| if it is set | |", "|---|---|", *rows, ""])
 
 
 def _commands_table() -> str:

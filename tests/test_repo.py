@@ -226,6 +226,15 @@ def test_the_command_reference_is_not_stale():
     assert done.returncode == 0, done.stderr
 
 
+def test_the_manual_names_the_environment_variables_that_the_code_reads():
+    code = "\n".join(path.read_text() for path in (ROOT / "swift").rglob("*.py"))
+    read = set(re.findall(r'environ(?:\.get\(|\[)"([A-Z_]+)"', code)) | set(re.findall(r'_positive\("([A-Z_]+)"', code))
+    for_others = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "TERM", "NO_COLOR", "TOKENIZERS_PARALLELISM"}
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert "SWIFT_CACHE" in read
+    assert {name for name in read - for_others if name not in page} == set()
+
+
 def test_the_manual_lists_pages_that_exist():
     text = (ROOT / "mkdocs.yml").read_text()
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}

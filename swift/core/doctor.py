@@ -60,17 +60,18 @@ OPTIONAL: tuple[tuple[str, str, str, str], ...] = (
 _FRAGILE = ("torchvision", "torchaudio", "flash_attn", "bitsandbytes", "deepspeed", "xformers", "apex")
 
 # variables that change what happens -> what they do
-_VARIABLES = {
+VARIABLES = {
     "HF_HUB_OFFLINE": "Hugging Face downloads are off",
     "TRANSFORMERS_OFFLINE": "Hugging Face downloads are off",
     "HF_ENDPOINT": "another hub address is used",
     "HF_HOME": "Hugging Face files are kept there",
     "HF_HUB_CACHE": "Hugging Face files are kept there",
     "MODELSCOPE_CACHE": "ModelScope files are kept there",
-    "SWIFT_CACHE": "swift's own cache is there",
+    "SWIFT_CACHE": "what swift keeps and can rebuild is there (the unpacked smollm2), else in ~/.cache/swift",
     "CUDA_VISIBLE_DEVICES": "only these GPUs are visible",
     "OMP_NUM_THREADS": "threads per process",
-    "NPROC_PER_NODE": "training starts that many processes",
+    "NPROC_PER_NODE": "training and inference start that many processes",
+    "NNODES": "training runs on that many machines; NODE_RANK, MASTER_ADDR and MASTER_PORT say which and where",
     "LOG_LEVEL": "least severity of messages",
 }
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -400,7 +401,7 @@ def check_variables(environment: Mapping[str, str]) -> list[Finding]:
     """Environment variables that change what happens."""
     findings = [
         Finding("Environment", name, "info", f"{environment[name]} · {meaning}")
-        for name, meaning in _VARIABLES.items()
+        for name, meaning in VARIABLES.items()
         if environment.get(name)
     ]
     if "CUDA_VISIBLE_DEVICES" in environment and not environment["CUDA_VISIBLE_DEVICES"].strip("-1 "):
