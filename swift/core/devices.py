@@ -59,7 +59,9 @@ def detect_device(local_rank: int = 0, prefer: str | None = None) -> Device:
 
     if prefer != "cpu" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(local_rank)
-        return Device("cuda", local_rank, properties.name, torch.cuda.is_bf16_supported(), True, properties.total_memory)
+        return Device(
+            "cuda", local_rank, properties.name, torch.cuda.is_bf16_supported(), True, properties.total_memory
+        )
     if prefer != "cpu" and torch.backends.mps.is_available():
         return Device("mps", 0, "Apple GPU", True, True, total_memory_bytes())
     return Device("cpu", 0, cpu_name(), cpu_has_bf16(), False, total_memory_bytes())
@@ -75,6 +77,16 @@ def cpu_name() -> str:
     import platform
 
     return platform.processor() or platform.machine()
+
+
+def cpu_vendor() -> str:
+    """`AuthenticAMD`, `GenuineIntel` or the like on Linux on x86; empty elsewhere."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(errors="replace").splitlines():
+            if line.startswith("vendor_id"):
+                return line.partition(":")[2].strip()
+    return ""
 
 
 def total_memory_bytes() -> int:

@@ -41,12 +41,11 @@ class Layout:
     Attributes:
         units_per_micro_batch: examples (or packed rows) in a micro-batch on one rank.
         micro_batches: micro-batches a rank runs in a step.
-        padding_free: lay examples end to end; False pads to the longest (rounded up to `pad_multiple`).
+        padding_free: lay examples end to end; False pads to the longest.
         packing_length: tokens per packed row; 0 when examples are the units.
         group_by_length: put examples of like length into the same micro-batch.
         shuffle: new order every epoch.
         pad_token_id: what fills padding; never trained on.
-        pad_multiple: sequence lengths are rounded up to this.
     """
 
     units_per_micro_batch: int = 1
@@ -56,7 +55,6 @@ class Layout:
     group_by_length: bool = False
     shuffle: bool = True
     pad_token_id: int = 0
-    pad_multiple: int = 1
 
 
 @dataclass
@@ -116,12 +114,9 @@ def collate(examples: Examples, indices: Sequence[int], layout: Layout) -> Batch
         rows = 1
     else:
         width = max(lengths)
-        width += -width % layout.pad_multiple
         starts = [i * width for i in range(len(parts))]
         rows = len(parts)
     total = rows * width
-    if layout.padding_free:
-        total += -total % layout.pad_multiple
     flat_ids = np.full(total, layout.pad_token_id, dtype=np.int64)
     positions = np.zeros(total, dtype=np.int64)
     mask = np.zeros(total, dtype=bool)
@@ -135,13 +130,7 @@ def collate(examples: Examples, indices: Sequence[int], layout: Layout) -> Batch
         index.append(start + trained)
         target_ids.append(ids[trained + 1])
         target_weights.append(weights[trained + 1])
-    borders = None
-    if layout.padding_free:
-        borders = [*starts, sum(lengths)]
-        if total > borders[-1]:
-            positions[borders[-1] :] = np.arange(total - borders[-1])
-            borders.append(total)
-        rows, width = 1, total
+    borders = [*starts, total] if layout.padding_free else None
     return Batch(
         input_ids=torch.from_numpy(flat_ids).view(rows, width),
         position_ids=torch.from_numpy(positions).view(rows, width),
@@ -212,11 +201,14 @@ class TrainLoader:
         rest = [s for s in steps if len(s) != step]  # only the last window can leave a short step
         if self.layout.shuffle:
             whole = [whole[i] for i in generator.permutation(len(whole))]
-        whole.sort(key=lambda s: 0 if whole and lengths[s].max() == lengths[order].max() else 1)
+        if whole:
+            longest = max(range(len(whole)), key=lambda i: int(lengths[whole[i]].max()))
+            whole.insert(0, whole.pop(longest))
         return np.concatenate([*whole, *rest]) if steps else order
 
     def num_units(self, epoch: int) -> int:
-        return len(self.units(epoch))
+        """Units in an epoch; only packed rows have to be worked out for it."""
+        return len(self.units(epoch)) if self.layout.packing_length else len(self.examples)
 
     def steps_in_epoch(self, epoch: int) -> int:
         """Optimizer steps of one whole epoch."""

@@ -20,6 +20,8 @@ import torch
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 
+from swift.models.gemm import times, times_transposed
+
 _LEVELS = 1 << 16
 
 
@@ -62,7 +64,9 @@ class LoRALinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
         x, weight, bias, matrix_a, matrix_b, mask, scale = inputs
-        out = nn.functional.linear(x, weight, bias)
+        out = times_transposed(x, weight)
+        if bias is not None:
+            out += bias
         reduced = nn.functional.linear(_masked(x, mask), matrix_a).flatten(0, -2)  # [rows, r]
         out.view(-1, out.shape[-1]).addmm_(reduced, matrix_b.t(), alpha=scale)
         ctx.save_for_backward(x, weight, matrix_a, matrix_b, reduced, mask)
@@ -87,9 +91,9 @@ class LoRALinearFunction(torch.autograd.Function):
             grad_a = grad_reduced.t() @ _masked(x, mask).flatten(0, -2)
         if needs_x:
             if mask is None:
-                grad_x = torch.addmm(grad @ weight, grad_reduced, matrix_a)
+                grad_x = times(grad, weight).addmm_(grad_reduced, matrix_a)
             else:
-                grad_x = torch.addmm(_masked(grad_reduced @ matrix_a, mask.flatten(0, -2)), grad, weight)
+                grad_x = times(grad, weight).add_(_masked(grad_reduced @ matrix_a, mask.flatten(0, -2)))
             grad_x = grad_x.view(x.shape)
         return grad_x, None, grad_bias, grad_a, grad_b, None, None
 

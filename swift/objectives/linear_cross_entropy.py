@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from swift.models.gemm import times, times_transposed
 from swift.models.head import OutputHead
 
 
@@ -40,9 +41,10 @@ class LossSums(NamedTuple):
     num_correct: torch.Tensor
 
 
-def chunk_rows(vocab_size: int, requested: int = 0) -> int:
-    """Tokens per chunk: what was asked for, else about 48 MiB of fp32 logits."""
-    return requested or max(16, min(4096, (48 << 20) // (4 * vocab_size)))
+def chunk_rows(vocab_size: int, requested: int = 0, *, device_type: str = "cpu") -> int:
+    """Tokens per chunk: what was asked for, else about 48 MiB of fp32 logits (512 MiB on an accelerator)."""
+    budget = (48 if device_type == "cpu" else 512) << 20
+    return requested or max(16, min(8192, budget // (4 * vocab_size)))
 
 
 def token_loss_and_gradient(
@@ -83,17 +85,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden, weight, bias, batch, head_options):
         targets, token_weights = batch
-        scale, softcap, options, chunk = head_options
+        scale, softcap, options, chunk, learning = head_options
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         matrix = weight.to(hidden.dtype)
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
+        grad_hidden = torch.empty_like(hidden) if learning and ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if learning and ctx.needs_input_grad[1] else None
+        needs_bias = learning and bias is not None and ctx.needs_input_grad[2]
+        grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         sums = torch.zeros(2, dtype=wide, device=hidden.device)
         num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
         for start in range(0, len(targets), chunk):
             rows = slice(start, start + chunk)
-            logits = hidden[rows] @ matrix.T
+            logits = times_transposed(hidden[rows], matrix)
             if bias is not None:
                 logits = logits + bias.to(logits.dtype)
             logits = logits.to(wide)
@@ -114,7 +117,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_bias += gradient.sum(0)
             gradient = gradient.to(hidden.dtype)
             if grad_hidden is not None:
-                torch.mm(gradient, matrix, out=grad_hidden[rows])
+                grad_hidden[rows] = times(gradient, matrix)
             if grad_weight is not None:
                 if gradient.dtype == wide:
                     grad_weight.addmm_(gradient.T, hidden[rows])
@@ -130,8 +133,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss, *_):
         grads, ctx.grads = ctx.grads, None
+        # in the loss's own precision: the factor is 1 / (target tokens), and half precision would round it
         scaled = [
-            None if grad is None else grad.mul_(grad_loss.to(grad.dtype)).to(dtype)
+            None if grad is None else grad.to(grad_loss.dtype).mul_(grad_loss).to(dtype)
             for grad, dtype in zip(grads, ctx.dtypes, strict=True)
         ]
         return (*scaled, None, None)
@@ -160,13 +164,18 @@ def linear_cross_entropy(
     if head.plain:
         module = head.module
         assert isinstance(module, torch.nn.Linear)  # what `plain` means
-        rows = chunk_rows(module.out_features, chunk)
+        rows = chunk_rows(module.out_features, chunk, device_type=hidden.device.type)
+        learning = torch.is_grad_enabled()  # inside the function it never is
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         with torch.autocast(hidden.device.type, enabled=False):
             return LossSums(
                 *_LinearCrossEntropy.apply(
-                    hidden, module.weight, module.bias, (targets, weights), (head.scale, head.softcap, options, rows)
+                    hidden,
+                    module.weight,
+                    module.bias,
+                    (targets, weights),
+                    (head.scale, head.softcap, options, rows, learning),
                 )
             )
     return _recomputed_cross_entropy(hidden, head, (targets, weights), options, chunk or 1024)
