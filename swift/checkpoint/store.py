@@ -166,7 +166,7 @@ def find_checkpoint(wanted: str, output_dir: Path) -> Checkpoint:
             if child.is_dir() and not _NAME.fullmatch(child.name):
                 candidates += list_checkpoints(child)
     # The newest by the time it was finished: of several runs the last one, of one run the furthest.
-    candidates.sort(key=lambda c: ((c.path / MANIFEST).stat().st_mtime, c.step), reverse=True)
+    candidates.sort(key=_finished, reverse=True)
     problems = []
     for candidate in candidates:
         try:
@@ -186,16 +186,23 @@ def _offer(there: list[Checkpoint]) -> str:
     return "complete ones there: " + (", ".join(c.path.name for c in there) or "none")
 
 
-def prune(run_dir: Path, keep: int | None, best_step: int | None) -> list[Path]:
-    """Remove all but the newest `keep` checkpoints; the best one always stays and counts as one of them.
+def prune(run_dir: Path, keep: int | None, *, newest: int, best: int | None) -> list[Path]:
+    """Remove all but `keep` checkpoints: those finished last stay, whatever their step numbers are.
 
-    The newest stays too, since it is what a resume needs: with keep=1 and another best, two remain.
+    Args:
+        keep: None keeps all.
+        newest: step of the one just saved. It always stays, since it is what a resume needs.
+        best: step of the best one. It always stays as well, so with keep=1 two may remain; without a folder it takes
+            no place.
+
+    Returns:
+        The folders that were removed.
     """
     there = list_checkpoints(run_dir)
     if keep is None or len(there) <= keep:
         return []
-    kept = {there[-1].step} | ({best_step} if best_step is not None else set())
-    for checkpoint in reversed(there):
+    kept = {c.step for c in there if c.step in (newest, best)}
+    for checkpoint in sorted(there, key=_finished, reverse=True):
         if len(kept) >= keep:
             break
         kept.add(checkpoint.step)
@@ -203,6 +210,11 @@ def prune(run_dir: Path, keep: int | None, best_step: int | None) -> list[Path]:
     for path in removed:
         _remove(path)
     return removed
+
+
+def _finished(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Sorts by the time at which a checkpoint was finished, then by step."""
+    return (checkpoint.path / MANIFEST).stat().st_mtime_ns, checkpoint.step
 
 
 def _remove(path: Path) -> None:

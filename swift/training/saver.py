@@ -104,7 +104,7 @@ class RunSaver:
         if not self.only_model:
             writers.append(lambda folder: self._write_private(folder, trainer, random_states))
         checkpoint = save_checkpoint(self.run_dir, state.step, writers, needed_bytes=self._needed_bytes(trainer))
-        prune(self.run_dir, self.keep, state.best_step)
+        prune(self.run_dir, self.keep, newest=state.step, best=state.best_step)
         if self.links:
             link(self.run_dir, "last", checkpoint.path)
             if state.best_step is not None and (self.run_dir / f"checkpoint-{state.best_step}").is_dir():

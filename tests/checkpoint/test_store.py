@@ -68,8 +68,19 @@ def test_the_same_step_again_replaces_it(tmp_path):
 def test_retention(tmp_path, keep, best, left):
     for step in (1, 2, 3, 4):
         put(tmp_path, step)
-    prune(tmp_path, keep, best)
+    prune(tmp_path, keep, newest=4, best=best)
     assert [c.step for c in list_checkpoints(tmp_path)] == left
+
+
+@pytest.mark.parametrize(("keep", "best", "left"), [(1, None, [4]), (2, None, [2, 4]), (2, 900, [4, 900]), (1, 7, [4])])
+def test_retention_goes_by_age_and_keeps_the_one_just_saved(tmp_path, keep, best, left):
+    """A folder may hold higher steps of an earlier run; the best step may never have been saved."""
+    for age, step in enumerate((4, 2, 900, 1000)):
+        put(tmp_path, step)
+        os.utime(tmp_path / f"checkpoint-{step}/complete.json", (1000 - age, 1000 - age))
+    removed = prune(tmp_path, keep, newest=4, best=best)
+    assert [c.step for c in list_checkpoints(tmp_path)] == left
+    assert {path.name for path in removed} == {f"checkpoint-{step}" for step in {4, 2, 900, 1000} - set(left)}
 
 
 def test_latest_looks_into_the_versions_of_an_output_folder(tmp_path):
@@ -121,7 +132,7 @@ while True:
     step += 1
     text = str(step) * 1000
     save_checkpoint(run, step, [lambda f: [(f / f"file{i}").write_text(text) for i in range(20)]])
-    prune(run, 2, None)
+    prune(run, 2, newest=step, best=None)
     print(step, flush=True)
 """
 
