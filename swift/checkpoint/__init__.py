@@ -3,23 +3,27 @@
 from swift.checkpoint.state import RunState
 from swift.checkpoint.store import (
     Checkpoint,
+    clear,
     find_checkpoint,
     list_checkpoints,
     load_tensors,
     prune,
     save_checkpoint,
     save_tensors,
+    set_aside,
     verify,
 )
 
 __all__ = [
     "Checkpoint",
     "RunState",
+    "clear",
     "find_checkpoint",
     "list_checkpoints",
     "load_tensors",
     "prune",
     "save_checkpoint",
     "save_tensors",
+    "set_aside",
     "verify",
 ]

@@ -23,6 +23,8 @@ from swift.core.errors import CheckpointError, SwiftError
 from swift.core.files import disk_error, fsync_dir, fsync_tree, human_bytes
 
 MANIFEST = "complete.json"
+SUPERSEDED = "superseded"
+LINKS = ("last", "best")
 _NAME = re.compile(r"checkpoint-(\d+)$")
 _ASIDE = re.compile(r"\.checkpoint-\d+\.(writing|removing)$")
 
@@ -163,7 +165,7 @@ def find_checkpoint(wanted: str, output_dir: Path) -> Checkpoint:
     candidates = list_checkpoints(place)
     if place.is_dir():
         for child in place.iterdir():
-            if child.is_dir() and not _NAME.fullmatch(child.name):
+            if child.is_dir() and child.name != SUPERSEDED and not _NAME.fullmatch(child.name):
                 candidates += list_checkpoints(child)
     # The newest by the time it was finished: of several runs the last one, of one run the furthest.
     candidates.sort(key=_finished, reverse=True)
@@ -210,6 +212,55 @@ def prune(run_dir: Path, keep: int | None, *, newest: int, best: int | None) -> 
     for path in removed:
         _remove(path)
     return removed
+
+
+def set_aside(run_dir: Path, after_step: int) -> list[Path]:
+    """Move the complete checkpoints above `after_step` into `superseded/`: the run goes on from an earlier one.
+
+    Nothing is deleted, and `latest` doesn't look there. A name that is taken gets a number: `checkpoint-8.2`.
+
+    Returns:
+        Where they are now.
+    """
+    moved = []
+    for checkpoint in list_checkpoints(run_dir):
+        if checkpoint.step <= after_step:
+            continue
+        name, place, count = checkpoint.path.name, run_dir / SUPERSEDED, 1
+        place.mkdir(exist_ok=True)
+        while (target := place / (name if count == 1 else f"{name}.{count}")).exists():
+            count += 1
+        checkpoint.path.rename(target)
+        moved.append(target)
+    if moved:
+        fsync_dir(run_dir / SUPERSEDED)
+        fsync_dir(run_dir)
+        _drop_dead_links(run_dir)
+    return moved
+
+
+def clear(run_dir: Path) -> None:
+    """Remove every checkpoint, set-aside one and leftover of a folder, so that another run can take its place.
+
+    Other files stay.
+    """
+    if not run_dir.is_dir():
+        return
+    for path in sorted(run_dir.iterdir()):
+        if path.is_symlink() or not path.is_dir():
+            continue
+        if _NAME.fullmatch(path.name):
+            _remove(path)
+        elif _ASIDE.fullmatch(path.name) or path.name == SUPERSEDED:
+            shutil.rmtree(path, ignore_errors=True)
+    _drop_dead_links(run_dir)
+
+
+def _drop_dead_links(run_dir: Path) -> None:
+    for name in LINKS:
+        path = run_dir / name
+        if path.is_symlink() and not path.exists():
+            path.unlink()
 
 
 def _finished(checkpoint: Checkpoint) -> tuple[int, int]:

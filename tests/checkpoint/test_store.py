@@ -11,14 +11,17 @@ import torch
 
 from swift.checkpoint import (
     RunState,
+    clear,
     find_checkpoint,
     list_checkpoints,
     load_tensors,
     prune,
     save_checkpoint,
     save_tensors,
+    set_aside,
     verify,
 )
+from swift.checkpoint.store import link
 from swift.core.errors import CheckpointError
 
 
@@ -81,6 +84,44 @@ def test_retention_goes_by_age_and_keeps_the_one_just_saved(tmp_path, keep, best
     removed = prune(tmp_path, keep, newest=4, best=best)
     assert [c.step for c in list_checkpoints(tmp_path)] == left
     assert {path.name for path in removed} == {f"checkpoint-{step}" for step in {4, 2, 900, 1000} - set(left)}
+
+
+def test_checkpoints_after_the_resumed_one_are_set_aside_whole(tmp_path):
+    for text in ("first", "second"):
+        for step in (2, 4, 6):
+            put(tmp_path, step, text)
+        link(tmp_path, "last", tmp_path / "checkpoint-6")
+        link(tmp_path, "best", tmp_path / "checkpoint-2")
+        moved = set_aside(tmp_path, 2)
+        assert [c.step for c in list_checkpoints(tmp_path)] == [2]
+        assert find_checkpoint("latest", tmp_path).step == 2
+        assert [(path / "file").read_text() for path in moved] == [text, text]
+        for path in moved:
+            verify(path)
+        assert not (tmp_path / "last").is_symlink()
+        assert (tmp_path / "best").resolve() == tmp_path / "checkpoint-2"
+    kept = sorted(path.name for path in (tmp_path / "superseded").iterdir())
+    assert kept == ["checkpoint-4", "checkpoint-4.2", "checkpoint-6", "checkpoint-6.2"]
+    assert set_aside(tmp_path, 2) == []
+
+
+def test_clear_removes_checkpoints_and_leftovers_and_nothing_else(tmp_path):
+    for step in (2, 4):
+        put(tmp_path, step)
+    set_aside(tmp_path, 2)
+    link(tmp_path, "last", tmp_path / "checkpoint-2")
+    for name in ("checkpoint-9", ".checkpoint-5.writing", ".checkpoint-1.removing", "runs", "checkpoint-x"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-10").symlink_to(tmp_path / "runs")  # not made by us: whatever it is, it isn't followed
+    (tmp_path / "logging.jsonl").write_text("x")
+    clear(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint-10",
+        "checkpoint-x",
+        "logging.jsonl",
+        "runs",
+    ]
+    clear(tmp_path / "missing")
 
 
 def test_latest_looks_into_the_versions_of_an_output_folder(tmp_path):
