@@ -24,7 +24,7 @@ __all__ = ["check_model_source", "load_model", "load_tokenizer", "resolve_model"
 
 log = get_logger("models")
 
-NEW_TOKEN_IDS = "new_token_ids"  # attribute of a model whose embeddings grew: the ids of the rows that were added
+NEW_TOKEN_IDS = "new_token_ids"  # attribute of a tokenizer and a model that got new tokens: their ids
 
 # tokens that models carry for padding, best first; those that end a text come last, and only if they aren't eos
 _PAD_TOKENS = (
@@ -71,7 +71,10 @@ def load_tokenizer(path: Path | str, config: ModelConfig) -> PreTrainedTokenizer
     _set_pad_token(tokenizer, path)
     tokens = read_special_tokens(config.new_special_tokens)
     if tokens:
+        known = tokenizer.get_vocab()
         tokenizer.add_special_tokens({"additional_special_tokens": tokens}, replace_extra_special_tokens=False)
+        new = [token for token in tokens if token not in known]
+        setattr(tokenizer, NEW_TOKEN_IDS, tokenizer.convert_tokens_to_ids(new))
     return tokenizer
 
 
@@ -149,12 +152,16 @@ def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     """Add embedding rows for tokens that have none, each the mean of the old rows; returns how many were added.
 
     The mean makes the result a function of the checkpoint alone, so a tuned adapter finds the same rows again when it
-    is loaded. The ids of the new rows are kept in ``model.new_token_ids`` for the tuner, which trains them.
+    is loaded. The ids of new tokens are kept in ``model.new_token_ids`` for the tuner, which trains their rows: those
+    added here, and those of new tokens for which the model had spare rows.
     """
     import torch
 
     table: Any = model.get_input_embeddings()
     old = table.weight.shape[0]
+    new = {*range(old, len(tokenizer)), *getattr(tokenizer, NEW_TOKEN_IDS, [])}
+    if new:
+        setattr(model, NEW_TOKEN_IDS, sorted(new))
     if len(tokenizer) <= old:
         return 0
     with quiet_transformers():
@@ -168,7 +175,6 @@ def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
             bias = getattr(module, "bias", None)
             if bias is not None:
                 bias[old:] = bias[:old].float().mean().to(bias.dtype)
-    setattr(model, NEW_TOKEN_IDS, list(range(old, len(tokenizer))))
     log.info("added %d rows to the embeddings for new tokens", len(tokenizer) - old)
     return len(tokenizer) - old
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 from torch import nn
 
 from swift.config.inference import MergeConfig
@@ -211,19 +213,33 @@ def _convert(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _separate_head(model: Any) -> bool:
-    """Give a tied output head a weight of its own if the input embeddings are adapted; True if it did.
+    """Give a tied output head a weight of its own if it and the embeddings are adapted apart; True if it did.
 
-    Merging would change the shared weight under the head, which the unmerged model leaves as it was.
+    Merging would write both changes into the shared weight, where the unmerged model sees one of them at each end.
     """
     base = model.get_base_model()
     table, head = base.get_input_embeddings(), base.get_output_embeddings()
-    if type(table) is nn.Embedding or type(head) is not nn.Linear:
+    if head is None or (type(table) is nn.Embedding and type(head) is nn.Linear):
         return False
-    shared = {parameter.data_ptr() for parameter in table.parameters()}
-    if head.weight.data_ptr() not in shared:
+    if isinstance(head, TrainableTokensWrapper) and head.token_adapter.tied_adapter is not None:
+        return False  # the same rows, changed in the same way
+    inner = _inner_layer(head)
+    if inner.weight.data_ptr() not in {parameter.data_ptr() for parameter in table.parameters()}:
         return False
-    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    inner.weight = nn.Parameter(inner.weight.detach().clone(), requires_grad=False)
     return True
+
+
+def _inner_layer(module: Any) -> Any:
+    """The base model's own layer inside an adapter's wrappers."""
+    while True:
+        if isinstance(module, TrainableTokensWrapper):
+            module = module.token_adapter
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            module = module.original_module
+        if not isinstance(module, BaseTunerLayer):
+            return module
+        module = module.get_base_layer()
 
 
 def _join_head(model: Any) -> None:

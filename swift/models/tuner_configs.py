@@ -45,6 +45,9 @@ def adapter_config(model: nn.Module, config: TunerConfig, *, total_steps: int | 
         "target_modules": _targets(model, config),
         "modules_to_save": _modules_to_save(model, config),
     }
+    new_tokens = list(getattr(model, NEW_TOKEN_IDS, []))
+    if new_tokens:
+        common |= _new_token_settings(model, config.tuner_type, new_tokens, common)
     return TUNERS[config.tuner_type].build(model, config, common, total_steps)
 
 
@@ -68,9 +71,6 @@ def _lora(model: nn.Module, config: TunerConfig, common: dict[str, Any], total_s
             raise UsageError(
                 "LoRA on parameters can't have dropout", where="--target_parameters", fix="--lora_dropout 0"
             )
-    new_tokens = getattr(model, NEW_TOKEN_IDS, [])
-    if new_tokens and not _embeddings_are_trained(model, common):
-        common |= {"trainable_token_indices": list(new_tokens)}
     return peft.LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type] # a float works as well
@@ -362,10 +362,50 @@ def _ends(name: str, entry: str) -> bool:
     return name == entry or name.endswith("." + entry)
 
 
-def _embeddings_are_trained(model: Any, common: dict[str, Any]) -> bool:
-    """Whether the input embeddings are among the targets or the modules to save, so that new tokens learn anyway."""
-    table = model.get_input_embeddings()
-    name = next(name for name, module in model.named_modules() if module is table)
+def _new_token_settings(model: Any, kind: str, new_tokens: list[int], common: dict[str, Any]) -> dict[str, Any]:
+    """What makes an adapter train the rows of new tokens, in the embeddings and in the output head.
+
+    All new rows start as one mean, so a head that isn't trained would give every new token the same logit for ever.
+    A head that shares the embeddings' weight follows them, as long as they are trained row by row.
+
+    Raises:
+        UsageError: the kind of adapter can't train single rows, and the matrices aren't trained otherwise.
+    """
+    tables = {_name_of(model, table): table for table in (model.get_input_embeddings(), model.get_output_embeddings())}
+    left = [name for name, table in tables.items() if table is not None and not _is_trained(name, common)]
+    if not left:
+        return {}
+    flag = f"--modules_to_save {' '.join(name.rpartition('.')[2] for name in tables if name)}"
+    if kind != "lora":
+        raise UsageError(
+            f"{kind} can't train the rows of new tokens in {' and '.join(left)}",
+            where="--new_special_tokens",
+            fix=f"{flag} trains these matrices whole; --tuner_type lora trains the new rows alone",
+        )
+    biased = [name for name in left if getattr(tables[name], "bias", None) is not None]
+    if biased:  # peft's row-wise layer leaves the bias out
+        raise UsageError(
+            f"single rows of {biased[0]} can't be trained: it has a bias", where="--new_special_tokens", fix=flag
+        )
+    weights = {table.weight.data_ptr() for table in tables.values() if table is not None}
+    if len(left) == 2 and len(weights) == 1:
+        return {"trainable_token_indices": new_tokens}
+    if len(weights) == 1 and left[0] == next(iter(tables)):  # peft would change the rows of the head as well
+        raise UsageError(
+            f"the rows of new tokens in {left[0]} can't be trained beside another adapter on the output head, which "
+            "shares its weight",
+            where="--new_special_tokens",
+            fix=flag,
+        )
+    return {"trainable_token_indices": dict.fromkeys(left, new_tokens)}
+
+
+def _name_of(model: nn.Module, wanted: nn.Module | None) -> str:
+    return next((name for name, module in model.named_modules() if module is wanted), "")
+
+
+def _is_trained(name: str, common: dict[str, Any]) -> bool:
+    """Whether a matrix is among the targets or the modules to save, so that all its rows learn."""
     targets = common["target_modules"]
     entries = [*(targets if isinstance(targets, list) else []), *(common["modules_to_save"] or [])]
     return any(_ends(name, entry) for entry in entries) or (

@@ -103,20 +103,32 @@ def test_tokenizer_template_and_generation_config_come_along(tiny_model_copy, tm
     assert (tmp_path / "second" / "model.safetensors").stat().st_mode & 0o044, "others may read it as well"
 
 
-def test_new_tokens_survive(tmp_path):
-    base = build_tiny_model(tmp_path / "base")
-    settings = {"new_special_tokens": ["<a>", "<b>"]}
-    make_adapter(base, tmp_path / "adapter", model=settings)
-    load_tokenizer(base, ModelConfig(**settings)).save_pretrained(tmp_path / "adapter")
+@pytest.mark.parametrize(
+    ("tied", "settings"),
+    [
+        (False, {}),
+        (True, {}),
+        (False, {"target_modules": ["all-linear", "all-embedding"]}),
+        (True, {"target_modules": ["all-linear", "all-embedding"]}),
+        (False, {"target_modules": ["all-linear", "lm_head"]}),
+        (True, {"modules_to_save": ["embed_tokens"]}),
+        (False, {"tuner_type": "ia3", "modules_to_save": ["embed_tokens", "lm_head"]}),
+    ],
+)
+def test_new_tokens_survive(tied, settings, tmp_path):
+    base = build_tiny_model(tmp_path / "base", tie_word_embeddings=tied)
+    model = {"new_special_tokens": ["<a>", "<b>"]}
+    make_adapter(base, tmp_path / "adapter", model=model, **settings)
+    load_tokenizer(base, ModelConfig(**model)).save_pretrained(tmp_path / "adapter")
     merge(base, tmp_path / "adapter", tmp_path / "merged")
     tokenizer = load_tokenizer(tmp_path / "merged", ModelConfig())
     ids = torch.tensor([tokenizer.encode("<a> and <b>")])
     assert ids.max() >= 2048
-    unmerged = Swift.from_pretrained(
-        load_model(base, ModelConfig(**settings), dtype=torch.float32), tmp_path / "adapter"
-    )
+    unmerged = Swift.from_pretrained(load_model(base, ModelConfig(**model), dtype=torch.float32), tmp_path / "adapter")
     merged = load_model(tmp_path / "merged", ModelConfig(), dtype=torch.float32)
-    torch.testing.assert_close(merged(ids).logits, unmerged(ids).logits, atol=1e-4, rtol=1e-3)
+    logits = unmerged(ids).logits
+    torch.testing.assert_close(merged(ids).logits, logits, atol=1e-4, rtol=1e-3)
+    assert (logits[..., -1] - logits[..., -2]).abs().min() > 1e-3, "the model can tell the new tokens apart"
 
 
 def test_precision_and_shards(tmp_path):

@@ -143,23 +143,60 @@ def test_adalora_regularizer_is_pefts(tiny_model_dir):
         set_total_steps(model, 1)
 
 
-def test_new_tokens_are_trained_and_saved(tiny_model_dir, tmp_path):
+@pytest.mark.parametrize("tied", [False, True])
+def test_new_tokens_are_trained_and_saved(tied, tmp_path):
+    base = build_tiny_model(tmp_path / "base", tie_word_embeddings=tied)
     settings = ModelConfig(new_special_tokens=["<a>", "<b>"])
-    tokenizer = load_tokenizer(tiny_model_dir, settings)
+    tokenizer = load_tokenizer(base, settings)
     tokens = torch.tensor([tokenizer.encode("<a> x <b>")])
-    model = apply_tuner(load(tiny_model_dir, new_special_tokens=["<a>", "<b>"]), TunerConfig(**SMALL))
+    model = apply_tuner(load(base, new_special_tokens=["<a>", "<b>"]), TunerConfig(**SMALL))
     start = model(tokens).logits
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
     trained = model.eval()(tokens).logits
     assert not torch.allclose(trained, start)
+    gap = (trained[..., -1] - trained[..., -2]).abs()
+    assert gap.min() > 1e-3, "the output head tells the new tokens apart"
     Swift.save(model, tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
-    delta = next(value for key, value in saved.items() if "embed_tokens" in key)
-    assert delta.shape == (2, 64), "the new rows and no others"
-    fresh = Swift.from_pretrained(load(tiny_model_dir, new_special_tokens=["<a>", "<b>"]), tmp_path)
+    shapes = {key: value.shape for key, value in saved.items() if "token_adapter" in key}
+    assert len(shapes) == (1 if tied else 2) and set(shapes.values()) == {(2, 64)}, "the new rows and no others"
+    fresh = Swift.from_pretrained(load(base, new_special_tokens=["<a>", "<b>"]), tmp_path)
     torch.testing.assert_close(fresh(tokens).logits, trained, atol=1e-5, rtol=1e-4)
+
+
+def test_new_tokens_in_spare_rows_are_trained_too(tmp_path):
+    base = build_tiny_model(tmp_path / "base", vocab_size=2064)
+    model = apply_tuner(load(base, new_special_tokens=["<a>", "<b>", "<|im_end|>"]), TunerConfig(**SMALL))
+    ids = len(load_tokenizer(base, ModelConfig()))
+    wanted = {"model.embed_tokens": [ids, ids + 1], "lm_head": [ids, ids + 1]}
+    assert model.peft_config["default"].trainable_token_indices == wanted
+
+
+@pytest.mark.parametrize("kind", [name for name in TUNERS if name != "lora"])
+def test_kinds_that_cannot_train_new_tokens_say_so(kind, tiny_model_dir):
+    for saved in ([], ["embed_tokens"], ["lm_head"]):
+        with pytest.raises(UsageError, match="can't train the rows of new tokens") as caught:
+            apply_tuner(
+                load(tiny_model_dir, new_special_tokens=["<a>"]), TunerConfig(tuner_type=kind, modules_to_save=saved)
+            )
+        assert caught.value.where == "--new_special_tokens"
+        assert "--modules_to_save embed_tokens lm_head" in caught.value.fix
+
+
+def test_new_tokens_beside_an_adapter_on_the_shared_head_are_refused(tmp_path):
+    base = build_tiny_model(tmp_path / "base", tie_word_embeddings=True)
+    with pytest.raises(UsageError, match="shares its weight"):
+        apply_tuner(load(base, new_special_tokens=["<a>"]), TunerConfig(target_modules=["lm_head"]))
+
+
+def test_new_tokens_and_a_head_with_a_bias_are_refused(tmp_path):
+    base = build_tiny_model(tmp_path / "base")
+    model = load(base, new_special_tokens=["<a>"])
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.lm_head.out_features))
+    with pytest.raises(UsageError, match="it has a bias"):
+        apply_tuner(model, TunerConfig())
 
 
 def test_target_parameters(tmp_path):
