@@ -22,7 +22,7 @@ def test_new_tokens_are_told_apart_when_served(tied, tmp_path, write_rows):
         new_special_tokens=["<yes>", "<no>"],  # of equal logits, the first one would win
         output_dir=str(tmp_path / "out"),
         max_steps=20,
-        learning_rate=1e-2,
+        learning_rate=2e-3,
         report_to=["none"],
     )
     merge_lora(adapters=[str(trained.last_checkpoint)], output_dir=str(tmp_path / "merged"))
