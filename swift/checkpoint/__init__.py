@@ -1,5 +1,6 @@
 """Floor 3: how the state of a run is kept, so that what can be read is always whole."""
 
+from swift.checkpoint.lock import RunLock
 from swift.checkpoint.state import RunState
 from swift.checkpoint.store import (
     Checkpoint,
@@ -16,6 +17,7 @@ from swift.checkpoint.store import (
 
 __all__ = [
     "Checkpoint",
+    "RunLock",
     "RunState",
     "clear",
     "find_checkpoint",
