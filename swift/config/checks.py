@@ -14,7 +14,7 @@ from typing import Any
 
 from swift.config.files import CONFIG_NAME
 from swift.config.resolve import Problem, raise_problems
-from swift.config.saved import LATEST, resume_folder
+from swift.config.saved import LATEST, MANIFEST, damage, latest_root, resume_folder
 from swift.config.schema import settings_of
 from swift.core.errors import nearest
 from swift.core.logging import rank
@@ -297,18 +297,24 @@ class _Checker:
                     "resume_only_model", "resume_only_model needs a checkpoint", "--resume_from_checkpoint FOLDER"
                 )
             return
-        folder = resume_folder(wanted, self["output_dir"])
+        folder = resume_folder(wanted, self["output_dir"], self["model"])
         if folder is None:
-            latest = f"there is no complete checkpoint below {self['output_dir'] or 'output'}"
+            latest = f"there is no complete checkpoint below {latest_root(self['output_dir'], self['model'])}"
             by_name = wanted.lower() not in LATEST
             message = f"there is no checkpoint {wanted}" if by_name else latest
             fix = _nearby(Path(wanted)) if by_name else "leave resume_from_checkpoint out to start afresh"
             yield self.fault("resume_from_checkpoint", message, fix)
-        elif not (folder / "complete.json").is_file():
+        elif not (folder / MANIFEST).is_file():
             yield self.fault(
                 "resume_from_checkpoint",
                 f"{folder} is not a complete checkpoint of `swift` (it has no complete.json)",
                 "name a checkpoint-N folder, or `latest`; weights of other tools: --model or --adapters",
+            )
+        elif (wrong := damage(folder)) is not None:
+            yield self.fault(
+                "resume_from_checkpoint",
+                f"the checkpoint {folder} is damaged: {wrong}",
+                "resume from another one; `latest` takes the newest whole one",
             )
         elif not (folder / "optimizer.pt").is_file() and not self["resume_only_model"]:
             yield self.fault(

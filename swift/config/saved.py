@@ -29,6 +29,7 @@ _PATHS = (
     ("model", "model"), ("model", "adapters"), ("template", "template"), ("template", "system"),
     ("data", "dataset"), ("data", "val_dataset"),
 )  # fmt: skip
+MANIFEST = "complete.json"  # the file that `swift.checkpoint` writes last
 LATEST = frozenset({"latest", "last", "true"})
 _DATA = (
     "dataset", "val_dataset", "data_seed", "columns", "disable_auto_column_mapping", "dataset_shuffle", "model_name",
@@ -115,7 +116,9 @@ def fill_from_checkpoint(cls: type, resolved: Resolved) -> None:
     values = resolved.values
     if issubclass(cls, SftConfig):
         checkpoint = values.get("resume_from_checkpoint")
-        folder = resume_folder(checkpoint, values.get("output_dir")) if checkpoint else None
+        folder = resume_folder(checkpoint, values.get("output_dir"), values.get("model")) if checkpoint else None
+        if folder is not None:  # found once, so that settings and weights come from one place
+            values["resume_from_checkpoint"] = str(folder)
         if folder is not None and not values.get("resume_only_model") and find_saved(folder):
             wanted = set(settings_of(cls)) - _NOT_KEPT
             _take(cls, resolved, folder, wanted)
@@ -157,26 +160,50 @@ def _base_model(resolved: Resolved, adapters: list[str]) -> None:
             resolved.places["model"] = str(described)
 
 
-def resume_folder(checkpoint: str, output_dir: str | None) -> Path | None:
+def resume_folder(checkpoint: str, output_dir: str | None, model: str | None = None) -> Path | None:
     """The folder that `--resume_from_checkpoint` means; None if there is none.
 
-    `latest` (also `last` or `true`, as in older scripts) is the newest complete checkpoint below `output_dir`, in it
-    or in one of its run folders.
+    `latest` (also `last` or `true`, as in older scripts) is the newest whole checkpoint below `output_dir`, in it or in
+    one of its run folders; without `output_dir` below the one that runs of `model` have, or else below `output`.
     """
     if checkpoint.lower() not in LATEST:
-        path = Path(checkpoint)
-        if path.is_dir() and not (path / "complete.json").is_file():  # a run folder: its newest checkpoint
+        path = Path(checkpoint).expanduser()
+        if path.is_dir() and not (path / MANIFEST).is_file():  # a run folder: its newest checkpoint
             return newest_checkpoint(path) or path
         return path if path.is_dir() else None
-    root = Path(output_dir) if output_dir else Path("output")
-    return newest_checkpoint(root)
+    return newest_checkpoint(latest_root(output_dir, model))
+
+
+def latest_root(output_dir: str | None, model: str | None) -> Path:
+    """The folder below which `latest` looks."""
+    if output_dir:
+        return Path(output_dir).expanduser()
+    return Path("output", Path(model).name) if model else Path("output")
 
 
 def newest_checkpoint(root: Path) -> Path | None:
-    """The complete checkpoint with the latest completion time below `root` (at most three levels down)."""
+    """The whole checkpoint with the latest completion time below `root` (at most three levels down)."""
     if not root.is_dir():
         return None
-    marks = [m for pattern in ("", "*/", "*/*/") for m in root.glob(f"{pattern}checkpoint-*/complete.json")]
+    marks = [m for pattern in ("", "*/", "*/*/") for m in root.glob(f"{pattern}checkpoint-*/{MANIFEST}")]
     marks = [m for m in marks if re.fullmatch(r"checkpoint-\d+", m.parent.name)]
-    newest = max(marks, key=lambda m: (m.stat().st_mtime_ns, int(m.parent.name.rpartition("-")[2])), default=None)
-    return newest.parent if newest else None
+    marks.sort(key=lambda m: (m.stat().st_mtime_ns, int(m.parent.name.rpartition("-")[2])), reverse=True)
+    return next((mark.parent for mark in marks if damage(mark.parent) is None), None)
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint's files by their sizes; None if they are as its manifest says.
+
+    Their checksums are compared when it is loaded.
+    """
+    try:
+        listed = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8")).get("files", {})
+        for name, expected in listed.items():
+            path = checkpoint / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != expected["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} can't be read: {error}"
+    return None

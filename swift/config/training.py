@@ -34,7 +34,7 @@ class TrainingConfig:
     torch_compile: bool = setting(False, help="compile each layer (pays after some 25 steps)")
     max_grad_norm: float = setting(1.0, help="gradient clipping norm; 0: off")
     resume_from_checkpoint: str | None = setting(
-        None, help="checkpoint folder, or `latest`: the newest complete one in output_dir"
+        None, help="checkpoint or run folder, or `latest`: the newest whole one in output_dir (or else output/<model>)"
     )
     resume_only_model: bool = setting(False, help="take the weights only; start steps and data afresh")
     on_nonfinite: Literal["stop", "skip"] = setting(

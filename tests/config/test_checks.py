@@ -144,6 +144,8 @@ def test_resume(tmp_path):
     weights = str(tmp_path / "weights" / "checkpoint-5")
     assert "holds weights only" in faults(resume_from_checkpoint=weights)[0]
     assert faults(resume_from_checkpoint=weights, resume_only_model=True) == []
+    (tmp_path / "run" / "checkpoint-5" / "complete.json").write_text('{"files": {"weights": {"bytes": 4}}}')
+    assert "is damaged: weights is missing" in faults(resume_from_checkpoint=whole)[0]
     assert "no complete checkpoint" in faults(resume_from_checkpoint="latest", output_dir=str(tmp_path / "new"))[0]
     values = {"model": "x", "dataset": ["y"], "resume_from_checkpoint": str(tmp_path / "run" / "chekpoint-5")}
     assert find_problems(build_config(SftConfig, values))[0].fix == f"did you mean {whole}?"

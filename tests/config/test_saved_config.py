@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -159,3 +160,44 @@ def test_newest_checkpoint_is_the_last_finished_one(tmp_path):
             os.utime(folder / "complete.json", (1000 + number, 1000 + number))
     assert newest_checkpoint(tmp_path) == tmp_path / "v1/checkpoint-5"
     assert newest_checkpoint(tmp_path / "none") is None
+
+
+def write_checkpoint(folder, when, **settings):
+    """A checkpoint with its settings and a file that the manifest lists."""
+    folder.mkdir(parents=True)
+    save_config(build_config(SftConfig, {"model": "owner/base", **settings}), folder)
+    (folder / "weights").write_text("1234")
+    (folder / "complete.json").write_text(json.dumps({"files": {"weights": {"bytes": 4}}}))
+    os.utime(folder / "complete.json", (when, when))
+    return folder
+
+
+def test_latest_is_resolved_once(tmp_path, monkeypatch):
+    """Settings and weights come from one checkpoint: the configuration names the folder that it was filled from."""
+    monkeypatch.chdir(tmp_path)
+    mine = write_checkpoint(Path("output/mine/v0/checkpoint-5"), 1000, model="mine", lora_rank=3)
+    other = write_checkpoint(Path("output/other/v0/checkpoint-9"), 2000, model="other", lora_rank=5)
+    elsewhere = write_checkpoint(Path("runs/checkpoint-2"), 500, model="mine", lora_rank=7)
+    for values, folder, rank in (
+        ({"model": "owner/mine"}, mine, 3),
+        ({}, other, 5),
+        ({"model": "owner/mine", "output_dir": "runs"}, elsewhere, 7),
+    ):
+        config = build_config(SftConfig, {"resume_from_checkpoint": "latest", **values})
+        assert config.training.resume_from_checkpoint == str(folder) and config.tuner.lora_rank == rank
+    run = build_config(SftConfig, {"resume_from_checkpoint": "output/mine"})
+    assert run.training.resume_from_checkpoint == str(mine)
+    words = ["--resume_from_checkpoint", "latest", "--output_dir", "runs"]
+    assert parse_command_line(SftConfig, words, command="sft").config.training.resume_from_checkpoint == str(elsewhere)
+
+
+@pytest.mark.parametrize("harm", ["shorter", "missing", "manifest"])
+def test_latest_passes_over_a_damaged_checkpoint(harm, tmp_path):
+    whole = write_checkpoint(tmp_path / "checkpoint-5", 1000)
+    broken = write_checkpoint(tmp_path / "checkpoint-9", 2000)
+    assert newest_checkpoint(tmp_path) == broken
+    if harm == "missing":
+        (broken / "weights").unlink()
+    else:
+        (broken / ("weights" if harm == "shorter" else "complete.json")).write_text("12")
+    assert newest_checkpoint(tmp_path) == whole
