@@ -23,6 +23,8 @@ class RunState:
         data_fingerprint: identifies rows, encoding and order; a resumed run must have the same.
         layout: settings that decide which units share a step, to tell an exact resume from another one.
         world_size: number of processes that wrote the checkpoint.
+        global_units: units in one of its optimizer steps; total_steps: steps the run was to have.
+        optimizer: name of its optimizer; consecutive_skips: steps left out in a row up to now.
         window: sums since the last logged line.
     """
 
@@ -37,6 +39,10 @@ class RunState:
     data_fingerprint: str = ""
     layout: str = ""
     world_size: int = 1
+    global_units: int = 0
+    total_steps: int = 0
+    optimizer: str = ""
+    consecutive_skips: int = 0
     window: dict[str, list[float]] = field(default_factory=dict)
 
     def to_json(self) -> str:

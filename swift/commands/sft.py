@@ -84,7 +84,7 @@ def finish(config: SftConfig, session: Any, trainer: Any, result: Any) -> TrainR
         **{k: v for k, v in result.metrics.items() if k in ("loss", "memory_gib")},
         "last_checkpoint": str(result.last_checkpoint) if result.last_checkpoint else None,
         "best_checkpoint": str(best_checkpoint) if best_checkpoint else None,
-        "next": next_commands(config, session.command, result, session.run_dir),
+        "next": next_commands(config, session.command, result, best_checkpoint),
     }
     session.monitor.finish({key: value for key, value in summary.items() if value is not None})
     return TrainResult(
@@ -92,14 +92,15 @@ def finish(config: SftConfig, session: Any, trainer: Any, result: Any) -> TrainR
     )
 
 
-def next_commands(config: SftConfig, command: str, result: Any, run_dir: Path) -> list[str]:
-    """What to type next: resume an interrupted run, or talk to what came out."""
+def next_commands(config: SftConfig, command: str, result: Any, best: Path | None) -> list[str]:
+    """What to type next: resume an interrupted run, or talk to what came out (the best, if that was asked for)."""
     if result.status == "interrupted":
         return [f"swift {command} --resume_from_checkpoint {result.last_checkpoint}"]
-    if result.last_checkpoint is None:
+    checkpoint = best if best is not None and config.eval.load_best_model_at_end else result.last_checkpoint
+    if checkpoint is None:
         return []
     flag = "--model" if config.tuner.tuner_type == "full" else "--adapters"
-    commands = [f"swift infer {flag} {result.last_checkpoint}"]
+    commands = [f"swift infer {flag} {checkpoint}"]
     if config.tuner.tuner_type != "full":
-        commands.append(f"swift merge-lora --adapters {result.last_checkpoint}")
+        commands.append(f"swift merge-lora --adapters {checkpoint}")
     return commands

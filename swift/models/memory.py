@@ -78,8 +78,18 @@ def free_memory_bytes(device: Device) -> int:
                 available = int(line.split()[1]) * 1024
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
-        available = min(available, int(limit.read_text()) - int(used.read_text()))
+        taken = int(used.read_text()) - _reclaimable_bytes()
+        available = min(available, int(limit.read_text()) - taken)
     return max(0, available)
+
+
+def _reclaimable_bytes() -> int:
+    """Cached file pages that the control group counts as used but gives back when memory is wanted."""
+    stat = Path("/sys/fs/cgroup/memory.stat")
+    for line in stat.read_text().splitlines() if stat.exists() else []:
+        if line.startswith("inactive_file "):
+            return int(line.split()[1])
+    return 0
 
 
 def decide_checkpointing(
@@ -99,6 +109,7 @@ def decide_checkpointing(
         return wanted, f"gradient checkpointing {'on' if wanted else 'off'} as asked ({sizes})"
     if need <= usable:
         return False, f"gradient checkpointing off: a step needs about {sizes}"
-    return True, (
-        f"gradient checkpointing on: without it a step needs about {sizes}; with it {human_bytes(with_recompute)}"
-    )
+    words = f"gradient checkpointing on: without it a step needs about {sizes}; with it {human_bytes(with_recompute)}"
+    if with_recompute > usable:
+        words += "; that may not fit either: lower --max_length or --per_device_train_batch_size"
+    return True, words

@@ -22,11 +22,12 @@ from swift.data.dataset import Prepared, TokenDataset, load_prepared, prepare_da
 from swift.data.encode import ChatEncoder
 from swift.data.loader import TrainLoader
 from swift.data.selection import Progress
-from swift.models.adapters import save_adapter
+from swift.models.adapters import load_adapter_weights, save_adapter
 from swift.models.head import OutputHead, find_decoder, find_head, prove_head
 from swift.models.loading import load_model, load_tokenizer, resolve_model
 from swift.models.memory import decide_checkpointing, estimate_memory, free_memory_bytes
 from swift.models.prepare import choose_attention, compile_layers, enable_checkpointing, fix_ends, seed_everything
+from swift.models.quiet import quiet_transformers
 from swift.models.tuners import (
     adapter_regularizer,
     adapter_step_callback,
@@ -95,7 +96,7 @@ def _keep_thinking_switch(config: SftConfig, session: Session, prepared: Prepare
     asked = {kind: prepared.ledger.encoding.get(f"asked_{kind}", 0) for kind in ("thinking", "not_thinking")}
     if config.template.enable_thinking is None and bool(asked["thinking"]) != bool(asked["not_thinking"]):
         thinking = bool(asked["thinking"])
-        config.template = replace(config.template, enable_thinking=thinking)
+        session.ask_thinking = thinking
         words = "have thoughts" if thinking else "have no thoughts"
         session.notes.append(f"all answers {words}: the checkpoint asks with enable_thinking {str(thinking).lower()}")
 
@@ -148,11 +149,14 @@ def _show_progress(session: Session) -> Callable[[Progress], None]:
 
 
 def evaluation_rhythm(config: SftConfig, val: TokenDataset | None) -> EvalConfig:
-    """When to evaluate: as asked, else whenever a checkpoint is due; never without evaluation rows."""
-    strategy = config.eval.eval_strategy or config.checkpoint.save_strategy
+    """When to evaluate: as asked, else whenever a checkpoint is due, else once at the end; never without rows."""
+    if val is None:
+        return replace(config.eval, eval_strategy="no")
+    if config.eval.eval_strategy is None and config.checkpoint.save_strategy == "no":
+        return replace(config.eval, eval_strategy="steps", eval_steps=config.eval.eval_steps)  # no steps: at the end
     return replace(
         config.eval,
-        eval_strategy="no" if val is None else strategy,
+        eval_strategy=config.eval.eval_strategy or config.checkpoint.save_strategy,
         eval_steps=config.eval.eval_steps or config.checkpoint.save_steps,
     )
 
@@ -208,7 +212,7 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
         evaluation=objective.evaluation(),
         neftune_alpha=config.objective.neftune_noise_alpha,
     )
-    steps = total_steps(config, loader)
+    steps = total_steps(config, loader, session.state)
     set_total_steps(model.whole, steps)
     saver = build_saver(config, session, data, model)
     if session.resumed is not None:
@@ -219,8 +223,9 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
         tuner_type=config.tuner.tuner_type,
         lorap_lr_ratio=config.tuner.lorap_lr_ratio,
     )
-    identity = DataIdentity.of(data.train.digest(), layout, seed)
+    identity = DataIdentity.of(data.train.digest(), loader)
     _check_identity(session, identity)
+    _note_changes(session, loader, steps)
     session.state.data_fingerprint, session.state.layout = identity.rows, identity.order
     step_callback = adapter_step_callback(model.whole)
     evaluation = evaluation_rhythm(config, data.val)
@@ -248,6 +253,7 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
     seed_everything(config.training.seed + 1 + group.rank)  # dropout differs between ranks
     if session.continues and session.resumed is not None:
         saver.resume(session.resumed.path, trainer)
+        trainer.last_checkpoint = session.resumed.path
     if group.main:
         save_config(config, session.run_dir)
     session.monitor.start(_plan(config, session, data, model, trainer))
@@ -261,7 +267,7 @@ class AfterStep(Callback):
         self.run = run
 
     def after_phase(self, trainer: Trainer, phase: str) -> None:
-        if phase == "step":
+        if phase == "step" and trainer.stepped:
             self.run(trainer.state.step + 1)
 
 
@@ -319,10 +325,25 @@ def _check_identity(session: Session, identity: DataIdentity) -> None:
             where=str(session.resumed.path) if session.resumed else None,
             fix="give the settings the run was started with, or take only the weights with --resume_only_model true",
         )
-    if state.world_size != session.group.world_size:
+
+
+def _note_changes(session: Session, loader: TrainLoader, steps: int) -> None:
+    """Say in what a resumed run is not the exact continuation of the first one."""
+    state, group = session.state, session.group
+    if not session.continues:
+        return
+    if state.world_size != group.world_size:
         session.notes.append(
-            f"{session.group.world_size} processes go on where {state.world_size} stopped: the same rows per step, "
-            "but not bit for bit the same numbers"
+            f"{group.world_size} processes go on where {state.world_size} stopped: not bit for bit the same numbers"
+        )
+    if state.global_units != loader.global_units:
+        session.notes.append(
+            f"steps take {loader.global_units} examples or rows now, {state.global_units} before: every row is still "
+            "seen once an epoch, but it is another run from here on"
+        )
+    if state.total_steps != steps:
+        session.notes.append(
+            f"the run has {steps} steps now, {state.total_steps} before: the schedule of the learning rate follows"
         )
 
 
@@ -330,21 +351,29 @@ def build_saver(config: SftConfig, session: Session, data: Data, model: Model) -
     """What a checkpoint of this run consists of."""
     full = config.tuner.tuner_type == "full"
     compute = session.precision.compute
+    for_checkpoint = config
+    if session.ask_thinking is not None:
+        for_checkpoint = replace(config, template=replace(config.template, enable_thinking=session.ask_thinking))
 
     def write_public(folder: Path) -> None:
         if full:
-            state = {name: tensor.to(compute) for name, tensor in model.causal_lm.state_dict().items()}
+            # tensor by tensor to the host: the accelerator may have no room for a second copy
+            state = {name: tensor.to("cpu", compute) for name, tensor in model.causal_lm.state_dict().items()}
             model.causal_lm.config.dtype = compute
-            model.causal_lm.save_pretrained(str(folder), state_dict=state)
+            with quiet_transformers():
+                model.causal_lm.save_pretrained(str(folder), state_dict=state)
         elif isinstance(model.whole, PeftModel):
             save_adapter(model.whole, folder)
             model.causal_lm.generation_config.save_pretrained(str(folder))
         data.tokenizer.save_pretrained(str(folder))
         if data.encoder.template is not None:
             (folder / "chat_template.jinja").write_text(data.encoder.template)
-        save_config(config, folder)
+        save_config(for_checkpoint, folder)
 
     def load_public(folder: Path) -> None:
+        if isinstance(model.whole, PeftModel):
+            load_adapter_weights(model.whole, folder)
+            return
         fresh = load_model(folder, config.model, dtype=torch.float32, tokenizer=data.tokenizer)
         model.causal_lm.load_state_dict(fresh.state_dict())
 

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from swift.checkpoint import RunState
 from swift.config.commands import SftConfig
 from swift.core.errors import UsageError
 from swift.data.loader import Layout, TrainLoader
@@ -47,17 +48,21 @@ def build_layout(config: SftConfig, *, world_size: int, padding_free: bool, pad_
     )
 
 
-def total_steps(config: SftConfig, loader: TrainLoader) -> int:
-    """Optimizer steps of the whole run: `max_steps`, else the steps of `num_train_epochs` (a part counts as begun)."""
+def total_steps(config: SftConfig, loader: TrainLoader, state: RunState) -> int:
+    """Optimizer steps of the whole run: `max_steps`, else those done plus those left of `num_train_epochs`.
+
+    Counting what is left in units, not in steps, keeps the epochs whole when a resumed run takes larger or smaller
+    steps than the first one did. A part of an epoch counts as begun.
+    """
     if config.training.max_steps > 0:
         return config.training.max_steps
     whole, part = divmod(config.training.num_train_epochs, 1)
-    if not loader.layout.packing_length:
-        steps = int(whole) * loader.steps_in_epoch(0)
-    else:  # another order packs into another number of rows
-        steps = sum(loader.steps_in_epoch(epoch) for epoch in range(int(whole)))
-    if part:
-        steps += math.ceil(part * loader.steps_in_epoch(int(whole)))
+    steps = state.step
+    for epoch in range(state.epoch, int(whole) + 1):
+        share = 1.0 if epoch < int(whole) else part
+        units = math.ceil(share * loader.num_units(epoch) - 1e-9)  # 0.1 of 10 is one, however 0.1 is rounded
+        units -= state.consumed if epoch == state.epoch else 0
+        steps += -(-max(0, units) // loader.global_units)
     return max(1, steps)
 
 
@@ -84,12 +89,12 @@ class DataIdentity:
     order: str
 
     @classmethod
-    def of(cls, dataset_fingerprint: str, layout: Layout, seed: int) -> DataIdentity:
-        """`rows` identifies the encoded examples, `order` which of them share an optimizer step when."""
-        order = (
-            seed,
-            layout.packing_length,
-            layout.shuffle,
-            layout.group_by_length and (layout.units_per_micro_batch * layout.micro_batches),
-        )
+    def of(cls, dataset_fingerprint: str, loader: TrainLoader) -> DataIdentity:
+        """`rows` identifies the encoded examples, `order` in which order an epoch takes them.
+
+        Only grouping by length makes the order depend on how many examples a step takes.
+        """
+        layout = loader.layout
+        grouped = layout.group_by_length and loader.global_units
+        order = (loader.seed, layout.packing_length, layout.shuffle, grouped)
         return cls(dataset_fingerprint, hashlib.sha256(repr(order).encode()).hexdigest()[:16])

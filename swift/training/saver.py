@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from swift.checkpoint import RunState, load_tensors, prune, save_checkpoint, save_tensors
+from swift.checkpoint import load_tensors, prune, save_checkpoint, save_tensors
 from swift.checkpoint.state import FILE_NAME as STATE_FILE
 from swift.checkpoint.store import link
 from swift.core.errors import CheckpointError
@@ -40,6 +40,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
+    elif device.type == "mps":
+        state["mps"] = torch.mps.get_rng_state()
     return state
 
 
@@ -52,6 +54,8 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     random.setstate((version, tuple(internal), gauss))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+    elif device.type == "mps" and "mps" in state:
+        torch.mps.set_rng_state(state["mps"])
 
 
 def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -88,7 +92,6 @@ class RunSaver:
     keep: int | None = None
     only_model: bool = False
     links: bool = False
-    notes: list[str] = field(default_factory=list)
 
     def save(self, trainer: Trainer) -> Path | None:
         """Write `checkpoint-<step>`; every rank calls it, rank 0 writes and gives the path to all."""
@@ -101,7 +104,7 @@ class RunSaver:
     def _save(self, trainer: Trainer, random_states: list[dict[str, Any]]) -> Path:
         state = trainer.state
         writers: list[Callable[[Path], None]] = [self.write_public]
-        if not self.only_model:
+        if not self.only_model or trainer.status == "interrupted":  # an interrupted run must be able to go on
             writers.append(lambda folder: self._write_private(folder, trainer, random_states))
         checkpoint = save_checkpoint(self.run_dir, state.step, writers, needed_bytes=self._needed_bytes(trainer))
         prune(self.run_dir, self.keep, newest=state.step, best=state.best_step)
@@ -123,6 +126,9 @@ class RunSaver:
         torch.save(state, folder / OPTIMIZER_FILE)
         torch.save(random_states, folder / RANDOM_FILE)
         trainer.state.world_size = trainer.parts.group.world_size
+        trainer.state.global_units = trainer.parts.loader.global_units
+        trainer.state.total_steps = trainer.parts.total_steps
+        trainer.state.optimizer = type(trainer.parts.optimizer).__name__
         (folder / STATE_FILE).write_text(trainer.state.to_json())
 
     def _needed_bytes(self, trainer: Trainer) -> int:
@@ -158,8 +164,13 @@ class RunSaver:
     def load_best(self, trainer: Trainer) -> None:
         """End with the weights of the best evaluation."""
         best = trainer.state.best_step
+        if best is None or best == trainer.state.step:
+            return
         folder = self.run_dir / f"checkpoint-{best}"
-        if best is None or best == trainer.state.step or not folder.is_dir():
+        if not folder.is_dir():
+            trainer.parts.monitor.event(
+                "warning", f"the best evaluation was at step {best}, of which there is no checkpoint: kept the last"
+            )
             return
         self.load_trained(folder)
         trainer.parts.monitor.event("best", f"took the weights of {folder.name} back", step=trainer.state.step)
@@ -176,26 +187,26 @@ class RunSaver:
                 where=str(folder),
                 fix="add --resume_only_model true to start new steps from its weights",
             )
-        saved = torch.load(folder / OPTIMIZER_FILE, weights_only=True)
+        saved = torch.load(folder / OPTIMIZER_FILE, weights_only=True, map_location="cpu")
         optimizer = trainer.parts.optimizer
-        peaks = [(group["peak_lr"], group["weight_decay"]) for group in optimizer.param_groups]
-        try:
-            optimizer.load_state_dict(saved["optimizer"])
-        except ValueError as error:
+        groups = [dict(group) for group in optimizer.param_groups]
+        theirs = [group.get("names") for group in saved["optimizer"]["param_groups"]]
+        kind = type(optimizer).__name__
+        if trainer.state.optimizer != kind or theirs != [group["names"] for group in groups]:
+            same_kind = trainer.state.optimizer == kind
+            what = "other parameters" if same_kind else f"{trainer.state.optimizer}, not of {kind}"
             raise CheckpointError(
-                f"the optimizer state is of another model or tuner: {error}", where=str(folder)
-            ) from error
-        for group, (peak, decay) in zip(optimizer.param_groups, peaks, strict=True):  # today's settings hold
-            group["peak_lr"], group["weight_decay"] = peak, decay
+                f"the saved optimizer state is of {what}",
+                where=str(folder),
+                fix="resume with the optimizer and tuner settings of the run, or add --resume_only_model true",
+            )
+        optimizer.load_state_dict(saved["optimizer"])
+        for group, today in zip(optimizer.param_groups, groups, strict=True):  # today's rates, betas and decay hold
+            group.update({name: value for name, value in today.items() if name != "params"})
         if trainer.scaler is not None and saved["scaler"]:
             trainer.scaler.load_state_dict(saved["scaler"])
         load_adapter_state(self.model, saved["adapter"])
-        states = torch.load(folder / RANDOM_FILE, weights_only=True)
+        states = torch.load(folder / RANDOM_FILE, weights_only=True, map_location="cpu")
         rank = trainer.parts.group.rank
         if rank < len(states):
             set_random_state(states[rank], trainer.device)
-
-
-def read_state(folder: Path) -> RunState:
-    """The position saved in a checkpoint."""
-    return RunState.read(folder)

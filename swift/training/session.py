@@ -27,6 +27,8 @@ class Session:
     Attributes:
         command: the command's name, for messages.
         resumed: the checkpoint that is continued (or whose weights are taken), if any.
+        ask_thinking: how every row was asked, if the template can think and all were asked alike; inference then asks
+            the same way.
         notes: what was decided on the user's behalf; shown when the run starts.
     """
 
@@ -39,6 +41,7 @@ class Session:
     resumed: Checkpoint | None
     state: RunState
     notes: list[str] = field(default_factory=list)
+    ask_thinking: bool | None = None
 
     @property
     def continues(self) -> bool:

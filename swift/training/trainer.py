@@ -3,7 +3,7 @@
     forward · backward     for each micro-batch
     clip                   gradients to a norm; a loss that isn't finite stops here, before any weight changes
     step                   the optimizer
-    rescale                learning rate (and loss scale) for the next step
+    rescale                position and learning rate of the next step
     record                 log, evaluate, save
 
 Every phase is a method of that name, is timed, and is shown to callbacks before and after. The loop knows nothing of
@@ -38,6 +38,9 @@ from swift.training.diagnose import dump_nonfinite, peak_memory_gib
 from swift.training.evaluate import evaluate
 from swift.training.precision import Precision
 from swift.training.stop import StopRequest
+
+# Steps that may be left out one after another (not finite, or overflowing float16) before the run is called broken.
+MOST_SKIPS_IN_A_ROW = 20
 
 PHASES = ("forward", "backward", "clip", "step", "rescale", "record")
 
@@ -144,7 +147,9 @@ class Trainer:
         self.stop_request = StopRequest()
         self._window = _Window(self.state.window)
         self._step_sums = _StepSums()
-        self._saved_step: int | None = None
+        self._saved_step: int | None = self.state.step or None
+        self._recorded_long = False
+        self.stepped = False
 
     def fit(self) -> FitResult:
         """Train until the last step, an early stop, or a signal; save; tell how it went."""
@@ -157,8 +162,10 @@ class Trainer:
         with StopRequest() as self.stop_request:
             while state.step < parts.total_steps and self.status == "finished":
                 self.train_step(self._next_batches())
-                if self._step_sums.stop_asked:
+                if self._stop_asked() and state.step < parts.total_steps:
                     self.status = "interrupted"
+            if self.status == "interrupted" and parts.checkpoint.save_only_model:
+                self._saved_step = None  # what was saved at this step can't be resumed
             if parts.checkpoint.save_strategy != "no" or self.status == "interrupted":
                 self._save()
             if parts.evaluation.load_best_model_at_end and self.status != "interrupted":
@@ -184,10 +191,17 @@ class Trainer:
             if isinstance(self.forward_module, DistributedDataParallel):
                 self.forward_module.require_backward_grad_sync = last
             self.backward(self.forward(batch), last)
+        self.stepped = False
         if self.clip():
             self.step()
         self.rescale()
         self.record()
+
+    def _stop_asked(self) -> bool:
+        """Whether any rank was asked to stop: as of `clip`, or as of now after a phase that took long."""
+        if self._recorded_long:
+            return self.parts.group.sum([float(self.stop_request.requested is not None)])[0] > 0
+        return self._step_sums.stop_asked
 
     @phase
     def forward(self, batch: Batch) -> LossTerms:
@@ -228,31 +242,53 @@ class Trainer:
     def _nonfinite(self) -> None:
         parts, state, sums = self.parts, self.state, self._step_sums
         what = "loss" if not math.isfinite(sums.loss) else "gradient norm"
+        gathered = parts.group.gather(sums.rows_by_finiteness())
+        rows = [row for bad, _ in gathered for row in bad] or [row for _, fine in gathered for row in fine]
         folder = dump_nonfinite(parts.run_dir, state.step + 1, parts.group.rank, sums.batches, sums.batch_losses)
-        rows = [row for rows in parts.group.gather(sums.suspect_rows()) for row in rows]
         parts.optimizer.zero_grad(set_to_none=True)
-        state.skipped_steps += 1
-        if parts.training.on_nonfinite == "skip":
+        self._count_skip()
+        too_many = state.consecutive_skips >= MOST_SKIPS_IN_A_ROW
+        if parts.training.on_nonfinite == "skip" and not too_many:
             parts.monitor.event("warning", f"step {state.step + 1}: {what} is not finite; step left out", rows=rows)
             return
+        again = f" for the {state.consecutive_skips}th time in a row" if too_many else ""
         raise NumericsError(
-            f"the {what} of step {state.step + 1} is not finite (loss {sums.loss}, gradient norm {self.grad_norm}); "
-            "no weight was changed by it",
+            f"the {what} of step {state.step + 1} is not finite{again} (loss {sums.loss}, gradient norm "
+            f"{self.grad_norm}); no weight was changed by it",
             where=f"rows {', '.join(rows[:8])}{' …' if len(rows) > 8 else ''}; batch dumped to {folder}",
-            fix="look at these rows, lower --learning_rate, or leave such steps out with --on_nonfinite skip",
+            fix="look at these rows or lower --learning_rate"
+            + ("" if too_many else "; --on_nonfinite skip leaves such steps out"),
         )
+
+    def _count_skip(self) -> None:
+        self.state.skipped_steps += 1
+        self.state.consecutive_skips += 1
 
     @phase
     def step(self) -> None:
         """Change the weights."""
-        if self.scaler is not None:
-            self.scaler.step(self.parts.optimizer)
-        else:
+        if self.scaler is None:
             self.parts.optimizer.step()
+            self.stepped = True
+        else:
+            before = self.scaler.get_scale()
+            self.scaler.step(self.parts.optimizer)
+            self.scaler.update()
+            self.stepped = self.scaler.get_scale() >= before  # it shrinks when gradients overflowed
+        if self.stepped:
+            self.state.consecutive_skips = 0
+            return
+        self._count_skip()
+        if self.state.consecutive_skips >= MOST_SKIPS_IN_A_ROW:
+            raise NumericsError(
+                f"the gradients overflowed float16 {self.state.consecutive_skips} times in a row, at every loss scale",
+                where=f"step {self.state.step + 1}",
+                fix="use --torch_dtype bfloat16 or float32, or lower --learning_rate",
+            )
 
     @phase
     def rescale(self) -> None:
-        """Move on: gradients dropped, position advanced, learning rate (and loss scale) of the next step set."""
+        """Move on: gradients dropped, position advanced, learning rate of the next step set."""
         parts, state, loader = self.parts, self.state, self.parts.loader
         parts.optimizer.zero_grad(set_to_none=True)
         self._step_sums.learning_rate = parts.optimizer.param_groups[0]["lr"]
@@ -262,28 +298,27 @@ class Trainer:
         if state.consumed >= loader.num_units(state.epoch):
             state.epoch, state.consumed = state.epoch + 1, 0
         set_rate(parts.optimizer, parts.schedule.factor(state.step))
-        if self.scaler is not None:
-            self.scaler.update()
 
     @phase
     def record(self) -> None:
         """Log, evaluate and save where the settings say so."""
         parts, state, sums = self.parts, self.state, self._step_sums
         self._window.add(sums)
-        if not math.isfinite(sums.loss):  # a skipped step has nothing to show
-            return
-        shown = {"loss": sums.loss / sums.weight, "learning_rate": sums.learning_rate, "grad_norm": self.grad_norm}
-        parts.monitor.progress(state.step, shown)
         epoch_ended = state.consumed == 0
         ending = state.step >= parts.total_steps
-        if state.step % parts.logging_steps == 0 or ending or state.step == 1:
+        if math.isfinite(sums.loss):  # a step that was left out has nothing to show
+            shown = {"loss": sums.loss / sums.weight, "learning_rate": sums.learning_rate, "grad_norm": self.grad_norm}
+            parts.monitor.progress(state.step, shown)
+        if self._window.sums and (state.step % parts.logging_steps == 0 or ending or state.step == 1):
             self._log()
-        improved = False
+        self._recorded_long = improved = False
         if self._due(parts.evaluation.eval_strategy, parts.evaluation.eval_steps, epoch_ended, ending):
             improved = self._evaluate()
+            self._recorded_long = True
         saving = parts.checkpoint.save_strategy
         if self._due(saving, parts.checkpoint.save_steps, epoch_ended, False) or (improved and saving != "no"):
             self._save()
+            self._recorded_long = True
 
     def _due(self, strategy: str | None, every: int | None, epoch_ended: bool, ending: bool) -> bool:
         if strategy == "epoch":
@@ -330,7 +365,9 @@ class Trainer:
         greater = parts.evaluation.greater_is_better
         greater = not name.endswith(("loss", "perplexity")) if greater is None else greater
         best = state.best_metric
-        if best is None or (value > best if greater else value < best):
+        if not math.isfinite(value):
+            parts.monitor.event("warning", f"step {state.step}: {name} is {value}, which never counts as better")
+        elif best is None or (value > best if greater else value < best):
             state.best_metric, state.best_step, state.evals_since_best = value, state.step, 0
             return state.step > 0
         state.evals_since_best += 1
@@ -377,10 +414,13 @@ class _StepSums:
         self.sums = dict(zip(names, rest[: len(names)], strict=True))
         self.counts = dict(zip(names, rest[len(names) :], strict=True))
 
-    def suspect_rows(self) -> list[str]:
-        """Rows of the micro-batches whose loss isn't finite, or all of them if every loss is."""
-        bad = [b for b, loss in zip(self.batches, self.batch_losses, strict=False) if not math.isfinite(loss)]
-        return [str(ref) for batch in (bad or self.batches) for ref in batch.refs]
+    def rows_by_finiteness(self) -> tuple[list[str], list[str]]:
+        """Rows of this rank's micro-batches whose loss isn't finite, and those of the others."""
+        bad: list[str] = []
+        fine: list[str] = []
+        for batch, loss in zip(self.batches, self.batch_losses, strict=True):
+            (fine if math.isfinite(loss) else bad).extend(str(ref) for ref in batch.refs)
+        return bad, fine
 
 
 class _Window:

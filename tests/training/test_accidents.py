@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from runs import BASE, command, environment, read_log, run_cli, start_cli, trained, wait_for_step
+from runs import BASE, assert_same_bits, command, environment, read_log, run_cli, start_cli, trained, wait_for_step
 
 from swift import sft
 from swift.checkpoint import find_checkpoint, list_checkpoints, verify
@@ -31,22 +31,24 @@ def flags(tiny_model_dir, chat_rows, write_rows, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_exits_0_and_the_run_goes_on_exactly(number, flags, tmp_path):
+    flags |= {"max_steps": 300, "logging_steps": 1}
     process = start_cli(flags)
     wait_for_step(tmp_path / "run", 5, process)
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     saved = list_checkpoints(tmp_path / "run")
+    assert saved[0].step < 300, "the run ended before the signal: nothing was tested"
     assert len(saved) == 1
     match = re.search(r"swift sft --resume_from_checkpoint (\S+)", output)
     assert match, output
     assert match[1] == str(saved[0].path)
-    last = saved[0].step + 3
-    resumed = run_cli({"resume_from_checkpoint": match[1], "max_steps": last})
+    resumed = run_cli({"resume_from_checkpoint": match[1]})
     assert resumed.returncode == 0, resumed.stderr
-    whole = sft(**{**flags, "max_steps": last, "output_dir": str(tmp_path / "whole"), "lr_scheduler_type": "constant"})
-    assert [line["step"] for line in read_log(tmp_path / "run")] == list(range(1, last + 1))
-    assert whole.steps == last
+    whole = run_cli({**flags, "output_dir": tmp_path / "whole"})
+    assert whole.returncode == 0, whole.stderr
+    assert read_log(tmp_path / "run") == read_log(tmp_path / "whole")
+    assert_same_bits(trained(tmp_path / "run/checkpoint-300"), trained(tmp_path / "whole/checkpoint-300"))
 
 
 @pytest.mark.slow
@@ -192,7 +194,7 @@ def test_a_damaged_checkpoint_is_found_and_latest_takes_the_one_before(damage, f
         file.unlink()
     else:
         (newest / "complete.json").unlink()
-    with pytest.raises(CheckpointError, match="damaged|incomplete"):
+    with pytest.raises(CheckpointError, match=r"damaged|incomplete"):
         find_checkpoint(str(newest), tmp_path)
     assert find_checkpoint("latest", tmp_path / "run").step == 2
 
@@ -239,3 +241,47 @@ def test_early_stop_and_best_weights_at_the_end(flags, tmp_path, monkeypatch):
     assert (result.status, result.steps) == ("early_stopped", 8)
     best = trained(tmp_path / "run/checkpoint-4")
     assert all(torch.equal(loaded[0][f"model.{name}"], tensor) for name, tensor in best.items())
+
+
+def test_skipping_has_an_end(flags, monkeypatch):
+    import swift.training.module as module
+
+    original = module.TrainModule.forward
+
+    def forward(self, batch):
+        terms = original(self, batch)
+        terms.loss_sum = terms.loss_sum * float("nan")
+        return terms
+
+    monkeypatch.setattr(module.TrainModule, "forward", forward)
+    with pytest.raises(NumericsError, match="20th time in a row"):
+        sft(**{**flags, "max_steps": 30, "on_nonfinite": "skip"})
+
+
+def test_an_evaluation_that_is_not_a_number_is_never_the_best(flags, tmp_path, monkeypatch):
+    import swift.training.trainer as trainer
+
+    scores = iter([float("nan"), 2.0, 1.0, float("nan")])
+    monkeypatch.setattr(
+        trainer, "evaluate", lambda *args, **kwargs: {"eval_loss": next(scores), "eval_token_accuracy": 0.0}
+    )
+    result = sft(**{**flags, "max_steps": 8, "save_steps": 2, "eval_steps": 2}, split_dataset_ratio=0.1)
+    assert result.best_checkpoint == tmp_path / "run/checkpoint-6"
+
+
+def test_evaluation_rows_are_evaluated_at_the_end_even_if_nothing_is_saved(flags):
+    result = sft(**{**flags, "max_steps": 3, "save_strategy": "no"}, split_dataset_ratio=0.1)
+    assert result.metrics["eval_loss"] > 0
+
+
+def test_an_interrupted_run_of_weights_only_can_go_on(flags, tmp_path):
+    flags |= {"save_only_model": True, "max_steps": 200}
+    process = start_cli(flags)
+    wait_for_step(tmp_path / "run", 3, process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    step = list_checkpoints(tmp_path / "run")[-1].step
+    resumed = run_cli({"resume_from_checkpoint": tmp_path / f"run/checkpoint-{step}", "max_steps": step + 2})
+    assert resumed.returncode == 0, resumed.stderr
+    assert [line["step"] for line in read_log(tmp_path / "run")] == list(range(1, step + 3))

@@ -115,3 +115,60 @@ def test_weights_only_starts_afresh(flags, write_rows, chat_rows, tmp_path):
     assert second.run_dir == tmp_path / "two"
     assert [line["step"] for line in read_log(second.run_dir)] == [1, 2, 3]
     assert_same_bits(trained(first.last_checkpoint), trained(second.last_checkpoint))
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (4, 1), (2, 3)])
+def test_another_batch_size_still_sees_every_row_once_an_epoch(first, then, flags, tmp_path, monkeypatch):
+    from swift.training.trainer import Trainer
+
+    seen = []
+    original = Trainer.train_step
+
+    def spy(self, batches):
+        seen.extend((self.state.epoch, ref.line) for batch in batches for ref in batch.refs)
+        original(self, batches)
+
+    monkeypatch.setattr(Trainer, "train_step", spy)
+    flags |= {"num_train_epochs": 2.0, "per_device_train_batch_size": 1, "output_dir": str(tmp_path / "run")}
+    flags |= {"max_steps": -1, "save_steps": 4}
+    sft(**{**flags, "gradient_accumulation_steps": first})
+    steps_first = len(seen)
+    assert sorted(seen) == [(epoch, line) for epoch in (0, 1) for line in range(1, 27)]
+    for checkpoint in list_checkpoints(tmp_path / "run"):
+        if checkpoint.step > 4:
+            shutil.rmtree(checkpoint.path)
+    seen[:] = seen[: 4 * first]
+    assert steps_first == 52
+    sft(**{**flags, "gradient_accumulation_steps": then}, resume_from_checkpoint="latest")
+    assert sorted(seen) == [(epoch, line) for epoch in (0, 1) for line in range(1, 27)]
+
+
+def test_another_optimizer_is_refused_and_todays_betas_hold(flags, tmp_path, monkeypatch):
+    from swift.training.trainer import Trainer
+
+    flags |= {"output_dir": str(tmp_path / "run")}
+    sft(**{**flags, "max_steps": 3})
+    with pytest.raises(CheckpointError, match="AdamW, not of SGD"):
+        sft(**{**flags, "optim": "sgd"}, resume_from_checkpoint="latest")
+    found = []
+    original = Trainer.fit
+
+    def fit(self):
+        found.append([(g["betas"], g["lr"], g["fused"]) for g in self.parts.optimizer.param_groups])
+        return original(self)
+
+    monkeypatch.setattr(Trainer, "fit", fit)
+    sft(
+        **{**flags, "max_steps": 5, "adam_beta2": 0.5, "optim": "adamw_torch", "learning_rate": 1e-5},
+        resume_from_checkpoint="latest",
+    )
+    assert all(betas == (0.9, 0.5) and rate <= 1e-5 and not fused for betas, rate, fused in found[0])
+
+
+def test_resuming_a_finished_run_changes_nothing(flags, tmp_path):
+    flags |= {"output_dir": str(tmp_path / "run")}
+    first = sft(**flags)
+    before = (first.last_checkpoint / "complete.json").stat().st_ino
+    again = sft(**flags, resume_from_checkpoint="latest")
+    assert again.last_checkpoint == first.last_checkpoint
+    assert (again.last_checkpoint / "complete.json").stat().st_ino == before
