@@ -29,7 +29,7 @@ from swift.data.template import Refusal, Renderer, install_template
 from swift.data.tokens import Tokens, added_token_pattern
 
 # Part of the fingerprint: raise it when the same row and template would come out as other tokens or weights.
-ENCODING_VERSION = 1
+ENCODING_VERSION = 2
 
 
 @dataclass(slots=True)
@@ -83,7 +83,9 @@ class ChatEncoder:
         counts: what happened while encoding: `own_examples` (turns that became examples of their own), `masked_turns`,
             `continued_prompts` (examples that are generation prompt + answer, because the template can't show them
             whole: thoughts it always drops), `merged_borders` (answers whose first characters would merge with the
-            prompt's last token), `special_text` (rows whose messages contain the text of special tokens).
+            prompt's last token), `special_text` (rows whose messages contain the text of special tokens),
+            `asked_thinking` and `asked_not_thinking` (conversations for which the template was given its thinking
+            switch with that value; those that are asked in the template's default way count as neither).
 
     Raises:
         TemplateError: the template can't be trained on; names it. UsageError: settings that contradict each other.
@@ -264,9 +266,10 @@ class ChatEncoder:
         kwargs.update(template_kwargs)
         if answered and facts.thinking_key and facts.thinking_key not in kwargs:
             thinks = last_round_thinks(prepared)
-            self.counts["asked_thinking" if thinks else "asked_not_thinking"] += 1
-            if thinks != facts.thinks_by_default and (thinks or self.config.add_non_thinking_prefix):
+            if thinks or self.config.add_non_thinking_prefix:
                 kwargs[facts.thinking_key] = thinks
+        if answered and facts.thinking_key in kwargs:
+            self.counts["asked_thinking" if kwargs[facts.thinking_key] else "asked_not_thinking"] += 1
         return Conversation(prepared, tools or None, kwargs, inserted)
 
     def _drafts(self, row: Row) -> list[_Draft]:

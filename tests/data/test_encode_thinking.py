@@ -238,3 +238,30 @@ def test_turn_that_can_not_be_proven_names_template_file_and_message(tmp_path):
     with pytest.raises(TemplateError, match="message 4") as error:
         encoder.encode(row(ASK, PLAIN, AGAIN, {"role": "assistant", "content": "odd"}))
     assert "odd.jinja" in error.value.message and error.value.where == "rows.jsonl:1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "answers", "kwargs", "counts"),
+    [
+        ({}, [THINK], {}, {"asked_thinking": 1}),
+        ({}, [PLAIN], {}, {"asked_not_thinking": 1}),
+        ({}, [THINK, PLAIN], {}, {"asked_thinking": 1, "asked_not_thinking": 1}),
+        ({"add_non_thinking_prefix": False}, [PLAIN], {}, {}),  # asked in the template's own way: with thinking on
+        ({"add_non_thinking_prefix": False}, [THINK, PLAIN], {}, {"asked_thinking": 1}),
+        ({"enable_thinking": False}, [PLAIN], {}, {"asked_not_thinking": 1}),
+        ({}, [PLAIN], {"enable_thinking": False}, {"asked_not_thinking": 1}),
+    ],
+)
+def test_switches_are_counted_when_they_are_passed(settings, answers, kwargs, counts):
+    encoder = ChatEncoder(load("qwen3"), TemplateConfig(**settings))
+    for answer in answers:
+        asked = row(ASK, answer)
+        asked.template_kwargs = dict(kwargs)
+        encoder.encode(asked)
+    assert {name: count for name, count in encoder.counts.items() if name.startswith("asked")} == counts
+
+
+def test_passing_the_default_changes_nothing():
+    tokenizer = load("qwen3")
+    (example,) = ChatEncoder(tokenizer, TemplateConfig()).encode(row(ASK, THINK))
+    assert example.input_ids.tolist() == ids_of(tokenizer, [ASK, THINK])
