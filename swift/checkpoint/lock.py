@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
-from swift.core.errors import CheckpointError
+from swift.core.errors import CheckpointError, SwiftError
 from swift.core.files import disk_errors
 from swift.core.logging import get_logger
 
@@ -97,13 +97,13 @@ class RunLock:
 
 @contextmanager
 def alone(run_dir: Path) -> Iterator[bool]:
-    """Whether no other process writes to the folder, and none begins to during the block."""
+    """Whether this process may write to the folder and no other one does; then none begins to during the block."""
     if any(lock.run_dir == run_dir.resolve() for lock in _HELD):
         yield True
         return
     try:
         lock = RunLock(run_dir)
-    except CheckpointError:
+    except SwiftError:
         yield False
         return
     with lock:

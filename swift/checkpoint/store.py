@@ -1,8 +1,9 @@
 """Checkpoint folders: written aside, made durable, then given their name in one rename.
 
 `checkpoint-<step>` exists only when everything in it was written and fsynced; `complete.json`, the last file, lists
-every file with its size and CRC-32. A kill at any moment leaves the earlier checkpoints as they were and at most an
-unfinished folder under another name, which the next save removes. A file changed after the fact is found by `verify`.
+every file with its size and CRC-32. A kill at any moment leaves the earlier checkpoints as they were and at most a
+folder under another name, which gets its name back if it is whole and needed, and else is removed by the next save. A
+file changed after the fact is found by `verify`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from swift.checkpoint.lock import alone
 from swift.core.errors import CheckpointError, SwiftError
 from swift.core.files import disk_error, fsync_dir, fsync_tree, human_bytes
 
@@ -61,12 +63,10 @@ def save_checkpoint(
         for write in writers:
             write(aside)
         manifest = {"step": step, "files": describe_files(aside)}
+        fsync_tree(aside)  # before the manifest, so that a folder with one is whole
         (aside / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         fsync_tree(aside)
-        if final.exists():  # the same step again: after a resume, or a final save that coincides with a regular one
-            _remove(final)
-        aside.rename(final)
-        fsync_dir(run_dir)
+        _put_in_place(aside, final)
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise _full_disk(final, needed_bytes, error) from error
@@ -74,6 +74,21 @@ def save_checkpoint(
         shutil.rmtree(aside, ignore_errors=True)
         raise
     return Checkpoint(final, step)
+
+
+def _put_in_place(aside: Path, final: Path) -> None:
+    """Give a finished folder its name; one of the same step (saved before a resume) is deleted only after that."""
+    gone = final.with_name(f".{final.name}.removing")
+    if final.exists():
+        final.rename(gone)
+    try:
+        aside.rename(final)
+    except BaseException:
+        if gone.exists():
+            gone.rename(final)
+        raise
+    fsync_dir(final.parent)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _full_disk(path: Path, needed_bytes: int, cause: object) -> SwiftError:
@@ -156,17 +171,24 @@ def find_checkpoint(wanted: str, output_dir: Path) -> Checkpoint:
     latest = wanted.lower() in ("latest", "true", "last")
     place = output_dir if latest else Path(wanted).expanduser()
     if _NAME.fullmatch(place.name) and not latest:
+        _give_names_back(place.parent)
         if not place.is_dir():
             raise CheckpointError(
                 "there is no such checkpoint", where=str(place), fix=_offer(list_checkpoints(place.parent))
             )
         verify(place)
         return Checkpoint(place, int(place.name.rpartition("-")[2]))
-    candidates = list_checkpoints(place)
+    folders = [place]
     if place.is_dir():
-        for child in place.iterdir():
-            if child.is_dir() and child.name != SUPERSEDED and not _NAME.fullmatch(child.name):
-                candidates += list_checkpoints(child)
+        folders += [
+            child
+            for child in place.iterdir()
+            if child.is_dir() and child.name != SUPERSEDED and not (_NAME.fullmatch(child.name) or _unnamed(child))
+        ]
+    candidates = []
+    for folder in folders:
+        _give_names_back(folder)
+        candidates += list_checkpoints(folder)
     # The newest by the time it was finished: of several runs the last one, of one run the furthest.
     candidates.sort(key=_finished, reverse=True)
     problems = []
@@ -278,10 +300,53 @@ def _remove(path: Path) -> None:
 
 
 def remove_unfinished(run_dir: Path) -> None:
-    """Clear what a killed save or removal left behind."""
-    for path in run_dir.iterdir():
-        if _ASIDE.fullmatch(path.name):
+    """Clear what a killed save or removal left behind; what is whole and has lost its name gets it back.
+
+    Only the process that writes to the folder may call it.
+    """
+    for path in _leftovers(run_dir):
+        if not _give_name_back(path):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _unnamed(path: Path) -> Path | None:
+    """The checkpoint that a folder is the unfinished or half-removed form of."""
+    return path.with_name(path.name[1:].rpartition(".")[0]) if _ASIDE.fullmatch(path.name) else None
+
+
+def _leftovers(run_dir: Path) -> list[Path]:
+    """Unfinished saves, then unfinished removals: of the same step the save is the newer one."""
+    found = [path for path in run_dir.iterdir() if _unnamed(path)] if run_dir.is_dir() else []
+    return sorted(found, key=lambda path: path.name.endswith(".removing"))
+
+
+def _give_names_back(run_dir: Path) -> None:
+    """Restore what a kill left without its name, unless another process is at work there."""
+    lost = [path for path in _leftovers(run_dir) if not _exists_named(path)]
+    if lost:
+        with alone(run_dir) as free:
+            for path in lost if free else []:
+                _give_name_back(path)
+
+
+def _exists_named(path: Path) -> bool:
+    final = _unnamed(path)
+    return final is not None and final.exists()
+
+
+def _give_name_back(path: Path) -> bool:
+    """Rename a leftover to the checkpoint that it is, if it is whole and there is none of that name."""
+    final = _unnamed(path)
+    if final is None or final.exists():
+        return False
+    try:
+        verify(path)
+    except CheckpointError:
+        return False
+    fsync_tree(path)
+    path.rename(final)
+    fsync_dir(path.parent)
+    return True
 
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:

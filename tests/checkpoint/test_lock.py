@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import swift.checkpoint.lock as lock_module
-from swift.checkpoint import RunLock
+from swift.checkpoint import RunLock, find_checkpoint, save_checkpoint
 from swift.core.errors import CheckpointError, SwiftError
 
 HOLDER = """
@@ -100,3 +100,21 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(lock_module.os, "open", refuse)
     with pytest.raises(SwiftError, match=r"could not write .*\.lock"):
         RunLock(tmp_path)
+
+
+def test_looking_for_a_checkpoint_leaves_a_live_save_of_another_process_alone(tmp_path):
+    run_dir = tmp_path / "run"
+    save_checkpoint(run_dir, 4, [lambda folder: (folder / "file").write_text("x")])
+    aside = (run_dir / "checkpoint-4").rename(run_dir / ".checkpoint-4.writing")
+    holder, _ = start_holder(run_dir)
+    try:
+        with pytest.raises(CheckpointError, match="no complete checkpoint"):
+            find_checkpoint("latest", tmp_path)
+        assert aside.is_dir()
+    finally:
+        holder.kill()
+        holder.wait()
+    assert find_checkpoint("latest", tmp_path).path == run_dir / "checkpoint-4"
+    (run_dir / "checkpoint-4").rename(aside)
+    with RunLock(run_dir):  # one's own lock is no obstacle
+        assert find_checkpoint("latest", tmp_path).path == run_dir / "checkpoint-4"

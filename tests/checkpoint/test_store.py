@@ -197,3 +197,99 @@ def test_kills_at_any_moment_lose_no_acknowledged_checkpoint(tmp_path):
             verify(checkpoint.path)
             texts = {path.read_text() for path in checkpoint.path.glob("file*")}
             assert texts == {str(checkpoint.step) * 1000}
+
+
+KILLER = """
+import os, shutil, sys
+from pathlib import Path
+import swift.checkpoint.store as store
+
+root, with_old = Path(sys.argv[1]), sys.argv[2] == "again"
+
+def save(run, text):
+    writers = [lambda folder, i=i: (folder / f"file{i}").write_text(text) for i in range(3)]
+    store.save_checkpoint(run, 1, writers)
+
+def arm(moment):
+    left = [moment]
+    def count():
+        if not left[0]:
+            os.kill(os.getpid(), 9)
+        left[0] -= 1
+    def before(original):
+        def wrapped(*args, **kwargs):
+            count()
+            return original(*args, **kwargs)
+        return wrapped
+    remove = shutil.rmtree
+    def remove_in_steps(path, *args, **kwargs):
+        for file in list(Path(path).glob("*")):
+            count()
+            file.unlink()
+        count()
+        remove(path, *args, **kwargs)
+    store.shutil.rmtree = remove_in_steps
+    for owner, name in ((Path, "rename"), (Path, "write_text"), (store, "fsync_tree"), (store, "fsync_dir")):
+        setattr(owner, name, before(getattr(owner, name)))
+
+moment, code = 0, 9
+while code:
+    run = root / str(moment)
+    if with_old:
+        save(run, "old")
+    child = os.fork()
+    if not child:
+        arm(moment)
+        save(run, "new")
+        os._exit(0)
+    code = os.waitpid(child, 0)[1]
+    moment += 1
+"""
+
+
+@pytest.mark.parametrize("how", ["again", "first"])
+def test_kills_at_every_point_of_a_save_leave_a_whole_checkpoint(how, tmp_path):
+    """The same step saved again: the old or the new one is there. A first save: nothing, or the new one once whole."""
+    subprocess.run([sys.executable, "-c", KILLER, str(tmp_path), how], check=True, env={**os.environ})
+    runs = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
+    assert len(runs) > (12 if how == "again" else 8)
+    seen = []
+    for run in runs:
+        try:
+            found = find_checkpoint(str(run / "checkpoint-1") if len(seen) % 2 else "latest", run)
+        except CheckpointError:
+            seen.append("nothing")
+        else:
+            verify(found.path)
+            (text,) = {path.read_text() for path in found.path.glob("file*")}
+            seen.append(text)
+        put(run, 2)  # goes on, and clears up
+        assert not list(run.glob(".checkpoint-*"))
+        assert [c.step for c in list_checkpoints(run)] == ([2] if seen[-1] == "nothing" else [1, 2])
+    before = "old" if how == "again" else "nothing"
+    first_new = seen.index("new")
+    assert seen == [before] * first_new + ["new"] * (len(seen) - first_new)
+    assert first_new <= len(seen) - 4  # a folder that is whole counts before it has its name
+
+
+def test_the_next_save_gives_a_whole_leftover_its_name_too(tmp_path):
+    put(tmp_path, 4)
+    (tmp_path / "checkpoint-4").rename(tmp_path / ".checkpoint-4.removing")
+    put(tmp_path, 2)
+    assert [c.step for c in list_checkpoints(tmp_path)] == [2, 4]
+
+
+def test_a_rename_that_fails_puts_the_old_one_back(tmp_path, monkeypatch):
+    put(tmp_path, 1, "old")
+    rename = type(tmp_path).rename
+
+    def fail(path, target):
+        if path.name.endswith(".writing"):
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(type(tmp_path), "rename", fail)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        put(tmp_path, 1, "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert (tmp_path / "checkpoint-1/file").read_text() == "old"
