@@ -28,6 +28,8 @@ MANIFEST = "complete.json"
 SUPERSEDED = "superseded"
 LINKS = ("last", "best")
 _NAME = re.compile(r"checkpoint-(\d+)$")
+_RUST_IO = re.compile(r"\(os error \d+\)|I/O error")
+_TORCH_IO = re.compile(r"PytorchStreamWriter|enforce fail at inline_container|No space left|file write failed")
 _ASIDE = re.compile(r"\.checkpoint-\d+\.(writing|removing)$")
 
 
@@ -67,13 +69,28 @@ def save_checkpoint(
         (aside / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         fsync_tree(aside)
         _put_in_place(aside, final)
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise _full_disk(final, needed_bytes, error) from error
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        if _is_disk_fault(error):
+            raise _full_disk(final, needed_bytes, error) from error
         raise
     return Checkpoint(final, step)
+
+
+def _is_disk_fault(error: BaseException) -> bool:
+    """Whether the file system refused, by what the libraries that write files raise then.
+
+    torch raises RuntimeError, safetensors an error of its own and tokenizers a plain Exception; only the text tells
+    them from programming errors of the same types.
+    """
+    if isinstance(error, OSError):
+        return True
+    words = str(error)
+    if isinstance(error, SafetensorError):
+        return bool(_RUST_IO.search(words))
+    if isinstance(error, RuntimeError):
+        return bool(_TORCH_IO.search(words))
+    return type(error) is Exception and bool(_RUST_IO.search(words))
 
 
 def _put_in_place(aside: Path, final: Path) -> None:

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from swift.checkpoint import (
     RunState,
@@ -48,12 +49,58 @@ def test_a_failed_writer_leaves_nothing(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1"]
 
 
-def test_a_bug_in_a_writer_is_not_called_a_full_disk(tmp_path):
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("name"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("shape mismatch"),
+        SafetensorError("Some tensors share memory"),
+        Exception("the vocabulary has holes"),
+    ],
+)
+def test_a_bug_in_a_writer_is_not_called_a_full_disk(error, tmp_path):
     def bug(folder):
-        raise KeyError("name")
+        raise error
 
-    with pytest.raises(KeyError):
+    with pytest.raises(type(error)) as caught:
         save_checkpoint(tmp_path, 2, [bug])
+    assert caught.value is error
+    assert list(tmp_path.iterdir()) == []
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
+from swift.checkpoint import save_checkpoint
+from swift.core.errors import CheckpointError
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+big, words = torch.zeros(100_000), Tokenizer(models.BPE({str(i): i for i in range(5000)}, []))
+writers = {
+    "safetensors": lambda folder: save_file({"a": big}, folder / "a.safetensors"),
+    "torch": lambda folder: torch.save({"a": big}, folder / "a.pt"),
+    "tokenizers": lambda folder: words.save(str(folder / "tokenizer.json")),
+    "python": lambda folder: (folder / "a").write_text("x" * 100_000),
+}
+resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+for name, write in writers.items():
+    try:
+        save_checkpoint(Path(sys.argv[1]), 1, [write])
+    except CheckpointError as error:
+        assert "could not write" in error.message, error
+        print(name)
+"""
+
+
+def test_a_refused_write_is_recognised_whichever_library_writes(tmp_path):
+    """A file-size limit refuses as a full disk does; each library raises something else then."""
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["safetensors", "torch", "tokenizers", "python"]
     assert list(tmp_path.iterdir()) == []
 
 
