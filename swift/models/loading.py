@@ -228,6 +228,49 @@ def _scaled_rope(text_config: PreTrainedConfig, scaling: dict[str, Any]) -> dict
     return {**copy.deepcopy(present), **wanted}
 
 
+def check_context(model_config: PreTrainedConfig, longest: int) -> str | None:
+    """Compare the longest example with the positions that a model knows.
+
+    Args:
+        model_config: the model's configuration, as `load_model` left it.
+        longest: tokens of the longest example.
+
+    Returns:
+        A note when rotary positions go beyond those the model was made for; None when all is well.
+
+    Raises:
+        ModelError: each position has a learnt (or stored) vector, and there are too few.
+    """
+    text_config = model_config.get_text_config()
+    limit = getattr(text_config, "max_position_embeddings", None) or getattr(text_config, "n_positions", None)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        original, factor = part.get("original_max_position_embeddings"), part.get("factor")
+        if limit and original and factor:
+            limit = max(limit, int(original * factor))
+    if not limit or longest <= limit:
+        return None
+    if not rope and _has_position_table(text_config):
+        raise ModelError(
+            f"the longest example has {longest} tokens, and a {text_config.model_type} model has {limit} positions",
+            where="--max_length",
+            fix=f"--max_length {limit}",
+        )
+    if not rope:
+        return None
+    return (
+        f"the longest example has {longest} tokens; the model was made for {limit}: answers may suffer there "
+        f"(--max_length {limit}, or stretch it with --rope_scaling)"
+    )
+
+
+def _has_position_table(text_config: PreTrainedConfig) -> bool:
+    """Whether a model without rotary parameters looks positions up; those with linear biases or states don't."""
+    if getattr(text_config, "alibi", False):
+        return False
+    return not any(name.startswith(("mamba", "ssm", "state_size")) for name in text_config.to_dict())
+
+
 def check_model_type(given: str | None, actual: str) -> None:
     """Compare an older script's `--model_type` with the model's own; a difference is noted and has no effect."""
     if not given:

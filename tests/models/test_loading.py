@@ -17,7 +17,7 @@ import torch
 from swift.config.model import ModelConfig
 from swift.core.errors import DependencyError, ModelError, NetworkError
 from swift.models.hub import check_model_source, looks_local, resolve_model
-from swift.models.loading import check_model_type, load_model, load_tokenizer
+from swift.models.loading import apply_context_settings, check_context, check_model_type, load_model, load_tokenizer
 
 
 @pytest.fixture
@@ -374,3 +374,36 @@ def test_download_from_the_hub_then_offline_then_hub_down(hub, tmp_path):
     assert in_a_process("owner/tiny", nowhere, tmp_path).split()[1] == str(folder), "unreachable: the cached copy"
     failed = in_a_process("owner/never-seen", nowhere, tmp_path)
     assert failed.startswith("NetworkError owner/never-seen is not on this machine") and len(failed.splitlines()) <= 4
+
+
+def test_examples_beyond_the_models_positions():
+    import transformers as tf
+
+    learnt = [tf.GPT2Config(n_positions=16), tf.OPTConfig(max_position_embeddings=16), tf.GPTJConfig(n_positions=16)]
+    for config in learnt:
+        assert check_context(config, 16) is None
+        with pytest.raises(ModelError, match=r"17 tokens, and a .* model has 16 positions") as caught:
+            check_context(config, 17)
+        assert caught.value.where == "--max_length" and caught.value.fix == "--max_length 16"
+    rotary = tf.LlamaConfig(max_position_embeddings=16)
+    assert check_context(rotary, 16) is None
+    assert "17 tokens; the model was made for 16" in check_context(rotary, 17)
+    apply_context_settings(rotary, ModelConfig(rope_scaling={"rope_type": "yarn", "factor": 2.0}))
+    assert check_context(rotary, 32) is None and "made for 32" in check_context(rotary, 33)
+    own = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+    assert check_context(tf.Qwen2Config(max_position_embeddings=16, rope_parameters=own), 64) is None
+    layers = {"full_attention": {**own, "factor": 2.0}, "sliding_attention": {"rope_type": "default"}}
+    gemma = tf.Gemma3TextConfig(max_position_embeddings=16, rope_parameters=layers)
+    assert check_context(gemma, 32) is None and "made for 32" in check_context(gemma, 33)
+    for free in (tf.MambaConfig(), tf.BloomConfig(), tf.JambaConfig(max_position_embeddings=16)):
+        assert check_context(free, 10**6) is None
+
+
+def test_stored_positions_are_a_hard_limit():
+    """What `check_context` prevents: a lookup past the end of the table."""
+    import transformers as tf
+
+    torch.manual_seed(0)
+    model = tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+    with pytest.raises(IndexError):
+        model(torch.zeros(1, 17, dtype=torch.long))
