@@ -13,6 +13,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from swift.checkpoint import set_aside
 from swift.config import save_config
 from swift.config.commands import SftConfig
 from swift.config.training import EvalConfig
@@ -255,6 +256,8 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
         saver.resume(session.resumed.path, trainer)
         trainer.last_checkpoint = session.resumed.path
     if group.main:
+        for path in set_aside(session.run_dir, session.state.step) if session.continues else []:
+            session.notes.append(f"set aside: {path} (this run goes on from an earlier step)")
         save_config(config, session.run_dir)
     session.monitor.start(_plan(config, session, data, model, trainer))
     return trainer

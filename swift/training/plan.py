@@ -66,10 +66,10 @@ def total_steps(config: SftConfig, loader: TrainLoader, state: RunState) -> int:
     return max(1, steps)
 
 
-def run_folder(config: SftConfig, model_name: str, resumed_from: Path | None) -> Path:
-    """Where the run writes: the resumed run's folder, else a new `vN-<time>` in output_dir (or output_dir itself)."""
-    if resumed_from is not None and not config.training.resume_only_model:
-        return resumed_from.parent
+def run_folder(config: SftConfig, model_name: str, continued: Path | None) -> Path:
+    """Where the run writes: the continued run's folder, else a new `vN-<time>` in output_dir (or output_dir itself)."""
+    if continued is not None:
+        return continued
     root = Path(config.checkpoint.output_dir or Path("output") / model_name).expanduser()
     if not config.checkpoint.add_version:
         return root

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
-from swift.checkpoint import Checkpoint, RunState, find_checkpoint, list_checkpoints
+from swift.checkpoint import Checkpoint, RunLock, RunState, clear, find_checkpoint, list_checkpoints
 from swift.config.commands import PtConfig, SftConfig
 from swift.core.devices import Device, detect_device
 from swift.core.errors import UsageError
+from swift.core.files import disk_errors
 from swift.core.logging import local_rank
 from swift.distributed import ProcessGroup, start_process_group
 from swift.models.prepare import seed_everything
@@ -42,6 +43,7 @@ class Session:
     state: RunState
     notes: list[str] = field(default_factory=list)
     ask_thinking: bool | None = None
+    locks: list[RunLock] = field(default_factory=list)
 
     @property
     def continues(self) -> bool:
@@ -49,8 +51,12 @@ class Session:
         return self.state.step > 0
 
     def close(self) -> None:
-        self.monitor.close()
-        self.group.close()
+        try:
+            self.monitor.close()
+        finally:
+            for lock in self.locks:
+                lock.close()
+            self.group.close()
 
 
 def model_label(config: SftConfig) -> str:
@@ -67,15 +73,17 @@ def start_session(config: SftConfig) -> Session:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     seed_everything(config.training.seed)
-    resumed, state, run_dir = group.from_main(lambda: _open_run(config))
+    locks: list[RunLock] = []
+    resumed, state, run_dir = group.from_main(lambda: _open_run(config, locks))
     monitor = build_monitor(config.monitor, run_dir, rank=group.rank)
     if state.step:
         monitor.resume_at(state.step)
     command = "pt" if isinstance(config, PtConfig) else "sft"
-    return Session(command, group, device, precision, run_dir, monitor, resumed, state, notes)
+    return Session(command, group, device, precision, run_dir, monitor, resumed, state, notes, locks=locks)
 
 
-def _open_run(config: SftConfig) -> tuple[Checkpoint | None, RunState, Path]:
+def _open_run(config: SftConfig, locks: list[RunLock]) -> tuple[Checkpoint | None, RunState, Path]:
+    """Find what is continued and take the run's folder; `locks` gets the lock on it."""
     label = model_label(config)
     resumed, state = None, RunState()
     if config.training.resume_from_checkpoint:
@@ -83,13 +91,24 @@ def _open_run(config: SftConfig) -> tuple[Checkpoint | None, RunState, Path]:
         resumed = find_checkpoint(config.training.resume_from_checkpoint, root)
         if not config.training.resume_only_model:
             state = RunState.read(resumed.path)
-    run_dir = run_folder(config, label, resumed.path if resumed else None)
-    if not state.step and list_checkpoints(run_dir) and not config.checkpoint.overwrite_output_dir:
-        raise UsageError(
-            "the folder holds checkpoints of another run",
-            where=str(run_dir),
-            fix="continue it with --resume_from_checkpoint latest, choose another --output_dir, "
-            "or replace it with --overwrite_output_dir true",
-        )
-    run_dir.mkdir(parents=True, exist_ok=True)
+    continued = resumed.path.parent if resumed is not None and state.step else None
+    run_dir = run_folder(config, label, continued)
+    with disk_errors(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+    locks.append(RunLock(run_dir))
+    if not state.step and list_checkpoints(run_dir):
+        if not config.checkpoint.overwrite_output_dir:
+            raise UsageError(
+                "the folder holds checkpoints of another run",
+                where=str(run_dir),
+                fix="continue it with --resume_from_checkpoint latest, choose another --output_dir, "
+                "or replace it with --overwrite_output_dir true",
+            )
+        if resumed is not None and resumed.path.parent.resolve() == run_dir.resolve():
+            raise UsageError(
+                "the checkpoint whose weights are taken lies in the folder that is to be overwritten",
+                where=str(resumed.path),
+                fix="choose another --output_dir",
+            )
+        clear(run_dir)
     return resumed, state, run_dir

@@ -285,3 +285,29 @@ def test_an_interrupted_run_of_weights_only_can_go_on(flags, tmp_path):
     resumed = run_cli({"resume_from_checkpoint": tmp_path / f"run/checkpoint-{step}", "max_steps": step + 2})
     assert resumed.returncode == 0, resumed.stderr
     assert [line["step"] for line in read_log(tmp_path / "run")] == list(range(1, step + 3))
+
+
+def test_overwriting_a_folder_takes_its_old_checkpoints_away(flags, tmp_path):
+    flags |= {"save_total_limit": 1}
+    sft(**{**flags, "max_steps": 12, "save_steps": 12})
+    result = sft(**{**flags, "max_steps": 5, "save_steps": 5, "overwrite_output_dir": True})
+    assert result.last_checkpoint == tmp_path / "run/checkpoint-5"
+    assert [c.step for c in list_checkpoints(tmp_path / "run")] == [5]
+
+
+def test_resuming_from_an_earlier_step_sets_later_checkpoints_aside(flags, tmp_path):
+    flags |= {"save_steps": 2, "max_steps": 6, "save_total_limit": 2}
+    sft(**{**flags, "save_total_limit": 9})
+    sft(**flags, resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
+    assert [c.step for c in list_checkpoints(tmp_path / "run")] == [4, 6]
+    assert sorted(p.name for p in (tmp_path / "run/superseded").iterdir()) == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_two_runs_don_t_share_a_folder(flags, tmp_path):
+    process = start_cli(flags)
+    wait_for_step(tmp_path / "run", 2, process)
+    with pytest.raises(CheckpointError, match=f"process {process.pid} on"):
+        sft(**{**flags, "max_steps": 2, "overwrite_output_dir": True})
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert sft(**{**flags, "max_steps": 2, "overwrite_output_dir": True}).steps == 2
