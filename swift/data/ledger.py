@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -96,6 +97,7 @@ class Ledger:
         self._max_bad_rows = max_bad_rows
         self._aside: Path | None = None
         self._file: IO[str] | None = None
+        self._refused = False
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -192,23 +194,34 @@ class Ledger:
         )
 
     def close(self) -> None:
-        """Write the summary line and put the file in its place."""
-        if self._file is None or self._aside is None or self._path is None:
+        """Write the summary line and put the file in its place.
+
+        After a refused write it only clears up: the error was told, and a ledger with holes replaces no whole one.
+        """
+        file, self._file = self._file, None
+        if file is None or self._aside is None or self._path is None:
             return
-        with disk_errors(self._path):
-            self._file.write(json.dumps({"event": "summary", **self.summary()}, ensure_ascii=False) + "\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._aside.replace(self._path)
-        self._file = None
+        try:
+            if not self._refused:
+                with disk_errors(self._path):
+                    file.write(json.dumps({"event": "summary", **self.summary()}, ensure_ascii=False) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+                    file.close()
+                    self._aside.replace(self._path)
+        finally:
+            with suppress(OSError):  # what is still in the buffer is refused again
+                file.close()
+            self._aside.unlink(missing_ok=True)
 
     def _write(self, tally: SourceTally, ref: RowRef, event: str, **details: Any) -> None:
         if self._file is None or self._path is None:
             return
         line = {"event": event, "split": tally.split, "file": ref.file, "line": ref.line, **details}
+        self._refused = True
         with disk_errors(self._path):
             self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._refused = False
 
     # --- reports ---
 

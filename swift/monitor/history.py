@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -75,6 +76,7 @@ class History:
         self.records: list[dict[str, Any]] = []
         self._resumed = False
         self._file: IO[str] | None = None
+        self._unwritten = False  # the last line was refused and is still in the buffer
 
     @classmethod
     def of_run(cls, run_dir: Path) -> History:
@@ -99,12 +101,14 @@ class History:
         """Append one line and flush it."""
         line = encode_line(record)
         self.records.append(json.loads(line))
+        self._unwritten = True
         with disk_errors(self.path, len(line)):
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self.path.open("a" if self._resumed else "w", encoding="utf-8")
             self._file.write(line + "\n")
             self._file.flush()
+        self._unwritten = False
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Steps and values of one metric, lines without a finite value left out."""
@@ -121,9 +125,11 @@ class History:
         return found[-1] if found else None
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Close the file. After a refused write this raises nothing: the error was told, and hides no other one."""
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError) if self._unwritten else disk_errors(self.path):
+                file.close()
 
 
 def _step(record: dict[str, Any]) -> int:

@@ -11,6 +11,7 @@ import os
 import socket
 import struct
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from swift.core.files import disk_errors
@@ -101,6 +102,7 @@ class EventWriter:
     def __init__(self, folder: Path, *, first_step: int | None = None) -> None:
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self.path = folder / name
+        self._unwritten = False  # the last record was refused and is still in the buffer
         with disk_errors(self.path):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("wb")
@@ -115,9 +117,13 @@ class EventWriter:
 
     def _write(self, event: bytes) -> None:
         record = tf_record(event)
+        self._unwritten = True
         with disk_errors(self.path, len(record)):
             self._file.write(record)
             self._file.flush()
+        self._unwritten = False
 
     def close(self) -> None:
-        self._file.close()
+        """Close the file. After a refused write this raises nothing: the error was told, and hides no other one."""
+        with suppress(OSError) if self._unwritten else disk_errors(self.path):
+            self._file.close()

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from swift.config.training import MonitorConfig
+from swift.core.errors import SwiftError
 from swift.data.ledger import Ledger
 from swift.data.rows import RowProblem, RowRef
-from swift.monitor import build_monitor, read_history
+from swift.monitor import EventWriter, build_monitor, read_history
 from swift.monitor.console import Pace
 from swift.monitor.plot import smooth
 from swift.monitor.text import duration, sparkline
@@ -181,6 +182,24 @@ def test_log_level_hides_lines_but_records_them(tmp_path: Path, capsys, level, s
     assert ("step 5/20" in out) is shown
     assert "warning: two rows were cut" in out
     assert len(read_history(tmp_path)) == 11
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_told_once_and_closing_adds_nothing(tmp_path: Path, capsys):
+    (tmp_path / "logging.jsonl").symlink_to("/dev/full")
+    monitor = build_monitor(MonitorConfig(), tmp_path, rank=0)
+    with pytest.raises(SwiftError, match=r"could not write .*logging\.jsonl"):
+        monitor.start(PLAN)
+    monitor.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_at_the_event_file_is_told_once(tmp_path: Path, monkeypatch):
+    writer = EventWriter(tmp_path)
+    os.dup2(os.open("/dev/full", os.O_WRONLY), writer._file.fileno())
+    with pytest.raises(SwiftError, match="could not write"):
+        writer.add(1, {"train/loss": 1.0})
+    writer.close()
 
 
 def test_report_to_none_writes_no_event_file(tmp_path: Path, capsys):
