@@ -14,6 +14,8 @@ This file knows nothing of models beyond the interface's arguments; `prove_varle
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -166,6 +168,7 @@ def varlen_attention(
         query, key, value = (t.transpose(0, 1).reshape(1, t.shape[1], -1, t.shape[3]) for t in (query, key, value))
     window_matters = sliding_window is not None and (max_length_q is None or max_length_q > sliding_window)
     plain = not dropout and softcap is None and s_aux is None and not window_matters
+    plain &= value.shape[3] == head_dim  # the flash kernels want one head size; latent attention (MLA) has two
     if plain and query.device.type == "cpu":
         output, _ = segment_attention(query, key, value, cu_seq_lens_q, scale)
     elif plain and query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
@@ -195,7 +198,7 @@ def _cuda_varlen(
 def _general_segments(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, scale: float, options: tuple
 ) -> torch.Tensor:
-    """Segment by segment, for what the flash kernels don't know: windows, soft caps, sinks, dropout."""
+    """Segment by segment, for what the flash kernels don't know: windows, soft caps, sinks, dropout, two head sizes."""
     dropout, window, softcap, sinks = options
     heads = query.shape[1]
     key, value = _expand_heads(key, heads), _expand_heads(value, heads)
@@ -248,40 +251,73 @@ def varlen_unsupported_reason(model: PreTrainedModel) -> str | None:
     return None
 
 
+# A sliding window up to this size (tokens) is tried with a segment that is longer than it.
+_LARGEST_WINDOW_TRIED = 64
+
+
 @torch.no_grad()
-def prove_varlen(model: PreTrainedModel, base: torch.nn.Module, *, lengths: tuple[int, ...] = (5, 9, 3)) -> None:
+def prove_varlen(
+    model: PreTrainedModel,
+    base: torch.nn.Module,
+    *,
+    lengths: tuple[int, ...] = (5, 9, 3),
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+) -> None:
     """Check that concatenated examples give the hidden states of separate ones, on random tokens.
 
     Args:
         model: the model, with `varlen` as its attention implementation; `base` is its decoder.
-        lengths: segment lengths to try.
+        lengths: segment lengths to try. A segment longer than the model's sliding window is added when the window is
+            small; a larger one is proven inside the window only.
+        autocast: makes the context that forward passes run in when training.
 
     Raises:
-        ModelError: when they differ by more than rounding.
+        ModelError: when they differ by more than rounding, or the model can't be run that way at all.
     """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if window and window <= _LARGEST_WINDOW_TRIED and max(lengths) <= window:
+        lengths = (*lengths, window + 3)
     was_training = model.training
     model.eval()
     generator = torch.Generator().manual_seed(0)
     device = next(model.parameters()).device
-    vocab = model.config.get_text_config().vocab_size
-    pieces = [torch.randint(0, vocab, (1, n), generator=generator).to(device) for n in lengths]
-    together = base(
-        input_ids=torch.cat(pieces, 1),
-        position_ids=torch.cat([torch.arange(n, device=device) for n in lengths])[None],
-        use_cache=False,
-        **segment_arguments([0, *torch.tensor(lengths).cumsum(0).tolist()], device),
-    ).last_hidden_state
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-    alone = torch.cat([base(input_ids=p, use_cache=False).last_hidden_state for p in pieces], 1)
-    model.set_attn_implementation(VARLEN)
-    model.train(was_training)
-    difference = ((together - alone).norm() / alone.norm()).item()
-    if not difference <= _PROOF_TOLERANCE[alone.dtype]:
-        raise ModelError(
+    pieces = [torch.randint(0, config.vocab_size, (1, n), generator=generator).to(device) for n in lengths]
+    try:
+        with autocast():
+            together = base(
+                input_ids=torch.cat(pieces, 1),
+                position_ids=torch.cat([torch.arange(n, device=device) for n in lengths])[None],
+                use_cache=False,
+                **segment_arguments([0, *torch.tensor(lengths).cumsum(0).tolist()], device),
+            ).last_hidden_state
+            model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+            alone = torch.cat([base(input_ids=p, use_cache=False).last_hidden_state for p in pieces], 1)
+    except (RuntimeError, TypeError) as error:  # kernels and signatures refuse in their own ways
+        text = " ".join(str(error).split())[:300]
+        raise _unproven(model, f"the model can't take concatenated examples ({text})") from error
+    finally:
+        model.set_attn_implementation(VARLEN)
+        model.train(was_training)
+    difference = ((together - alone).float().norm() / alone.float().norm()).item()
+    if not difference <= max(_PROOF_TOLERANCE[alone.dtype], _PROOF_TOLERANCE[_compute_dtype(alone, autocast)]):
+        raise _unproven(
+            model,
             f"concatenated examples give other hidden states than separate ones (relative difference {difference:.1e})",
-            where=f"model class {type(model).__name__}",
-            fix="use --padding_free false --packing false",
         )
+
+
+def _compute_dtype(states: torch.Tensor, autocast: Callable[[], AbstractContextManager]) -> torch.dtype:
+    """The least precise type of the matrix products that made `states`."""
+    with autocast():
+        device = states.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+
+
+def _unproven(model: PreTrainedModel, message: str) -> ModelError:
+    return ModelError(
+        message, where=f"model class {type(model).__name__}", fix="use --padding_free false --packing false"
+    )
 
 
 def segment_arguments(borders: list[int], device: torch.device, *, lengths: bool = True) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -12,13 +15,19 @@ from swift.models.head import find_decoder
 
 
 def choose_attention(
-    model: PreTrainedModel, wanted: str, *, padding_free: bool | None, packing: bool
+    model: PreTrainedModel,
+    wanted: str,
+    *,
+    padding_free: bool | None,
+    packing: bool,
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
 ) -> tuple[bool, list[str]]:
     """Set the model's attention implementation; say whether examples can be laid end to end.
 
     Args:
         wanted: `--attn_impl`; `auto` takes `varlen` where examples are concatenated, else sdpa.
         padding_free: the user's choice, or None for "wherever the model allows".
+        autocast: makes the context that forward passes run in; the proof runs in it too.
 
     Returns:
         whether micro-batches are padding-free, and notes for the user.
@@ -45,7 +54,7 @@ def choose_attention(
     if wanted == "flash_attention_2":
         return True, []
     try:
-        prove_varlen(model, find_decoder(model))
+        prove_varlen(model, find_decoder(model), autocast=autocast)
     except ModelError as error:
         if asked:
             raise

@@ -45,9 +45,18 @@ CONFIGS = {
     "cohere-scale": lambda: tf.CohereConfig(**COMMON, logit_scale=0.25),
     "granite-scale": lambda: tf.GraniteConfig(**COMMON, logits_scaling=4.0),
     "deepseek-v3-mla": lambda: tf.DeepseekV3Config(
-        **(COMMON | {"num_key_value_heads": 4}), q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=8,
-        qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1,
-        moe_intermediate_size=32, first_k_dense_replace=1,
+        **(COMMON | {"num_key_value_heads": 4}),
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
     ),
     "gpt-oss-sinks": lambda: tf.GptOssConfig(
         **COMMON, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8
