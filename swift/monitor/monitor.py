@@ -25,6 +25,8 @@ class Monitor:
     def resume_at(self, step: int, previous_run: Path | None = None) -> None:
         """Call before `start` on resume: the history up to `step` is kept, later lines are cut.
 
+        The cut happens in `start`, since until then the resume may be refused.
+
         Args:
             step: optimizer step of the checkpoint.
             previous_run: the resumed run's folder if this run writes to another one.
@@ -70,18 +72,21 @@ class RunMonitor(Monitor):
         self._console: Console = make_console(live=not config.disable_tqdm and self._severity <= _SEVERITY["info"])
         self._tensorboard: EventWriter | None = None
         self._resumed_step: int | None = None
+        self._previous_run: Path | None = None
         self._step = 0
         self._plan: dict[str, Any] = {}
         self._pace: Pace | None = None
         self._early: list[dict[str, Any]] = []  # events before `start`, when it isn't known yet whether we resume
 
     def resume_at(self, step: int, previous_run: Path | None = None) -> None:
-        self.history.resume_at(step, previous_run)
         self._resumed_step = self._step = step
+        self._previous_run = previous_run
 
     def start(self, plan: dict[str, Any]) -> None:
         self._plan = plan
         total = int(plan.get("total_steps", 0))
+        if self._resumed_step is not None:
+            self.history.resume_at(self._resumed_step, self._previous_run)
         kind = "start" if self._resumed_step is None else "resume"
         self._record({"event": kind, "version": __version__, **plan})
         for record in self._early:

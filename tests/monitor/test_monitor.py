@@ -162,6 +162,25 @@ def test_resume_continues_history_and_counts_from_there(tmp_path: Path, capsys):
     assert "goes on after step 10" in capsys.readouterr().out
 
 
+def test_a_resume_that_is_refused_before_it_starts_cuts_nothing(tmp_path: Path, capsys):
+    run_twenty_steps(tmp_path, MonitorConfig())
+    before = (tmp_path / "logging.jsonl").read_bytes()
+    monitor = build_monitor(MonitorConfig(), tmp_path, rank=0)
+    monitor.resume_at(10)
+    monitor.event("data", "40 examples")
+    monitor.close()
+    assert (tmp_path / "logging.jsonl").read_bytes() == before
+
+
+def test_a_resume_in_another_folder_carries_the_history_over(tmp_path: Path, capsys):
+    run_twenty_steps(tmp_path / "old", MonitorConfig())
+    monitor = build_monitor(MonitorConfig(), tmp_path / "new", rank=0)
+    monitor.resume_at(10, tmp_path / "old")
+    monitor.start(PLAN)
+    monitor.close()
+    assert [record["step"] for record in read_history(tmp_path / "new") if "loss" in record] == [5, 10]
+
+
 def test_other_ranks_are_silent(tmp_path: Path, capsys):
     monitor = build_monitor(MonitorConfig(), tmp_path / "run", rank=1)
     monitor.resume_at(3)
