@@ -5,7 +5,11 @@ A run of one process uses the same object with everything a no-op, so no caller 
 
 from __future__ import annotations
 
+import itertools
 import os
+import pickle
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,11 +18,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from swift.core.errors import SwiftError
 from swift.core.logging import local_rank, rank, world_size
 
 T = TypeVar("T")
 
 _TIMEOUT = timedelta(minutes=30)
+_calls = itertools.count()  # of from_main; equal on all ranks, since all make the same calls
 
 
 @dataclass(frozen=True)
@@ -62,18 +68,30 @@ class ProcessGroup:
         return values
 
     def from_main(self, make: Callable[[], T]) -> T:
-        """Run `make` on rank 0 and give its result, or raise its exception, on every rank."""
+        """Run `make` on rank 0 and give its result, or raise its exception, on every rank.
+
+        Rank 0 may take as long as it needs (to encode a large data set, to write a large checkpoint): the others ask
+        the store whether it is done instead of waiting in a collective, which would time out.
+        """
         if self.world_size == 1:
             return make()
+        store, key = dist.distributed_c10d._get_default_store(), f"from_main/{next(_calls)}"
         box: list[Any] = [None, None]
+        error: BaseException | None = None
         if self.main:
             try:
                 box[0] = make()
-            except BaseException as error:  # the others must not wait for a result that never comes
-                box[1] = error
+            except BaseException as caught:  # the others must not wait for a result that never comes
+                error, box[1] = caught, _portable(caught)
+            store.set(key, "done")
+        else:
+            pause_s = 0.001
+            while not store.check([key]):  # should rank 0 die, the launcher ends the others
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.2)
         dist.broadcast_object_list(box, src=0)
-        if box[1] is not None:
-            raise box[1]
+        if error is not None or box[1] is not None:
+            raise error or box[1]
         return box[0]
 
     def close(self) -> None:
@@ -82,21 +100,34 @@ class ProcessGroup:
             dist.destroy_process_group()
 
 
-def start_process_group(device_type: str) -> ProcessGroup:
+def _portable(error: BaseException) -> BaseException:
+    """`error` if it survives the way to another process, else an error that tells the same."""
+    try:
+        if type(pickle.loads(pickle.dumps(error))) is type(error):
+            return error
+    except Exception:  # a process boundary: whatever an exception's own pickling code raises
+        pass
+    return SwiftError(f"{type(error).__name__}: {error}", where="rank 0")
+
+
+def start_process_group(device_type: str, *, timeout: timedelta = _TIMEOUT) -> ProcessGroup:
     """Join the group that the launcher's environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
     Args:
         device_type: `cuda` communicates by NCCL, anything else by gloo.
+        timeout: how long a collective may wait for the slowest rank; `from_main` is not bound by it.
     """
     group = ProcessGroup(rank(), world_size(), local_rank())
     if group.world_size > 1 and not dist.is_initialized():
         if device_type == "cuda":
             torch.cuda.set_device(group.local_rank)
         else:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo") if _single_node() else None
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=_TIMEOUT)
+            _choose_gloo_interface()
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timeout)
     return group
 
 
-def _single_node() -> bool:
-    return os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")
+def _choose_gloo_interface() -> None:
+    """Within one machine, the loopback interface: the name of the host need not resolve. `lo` is Linux's name."""
+    if sys.platform == "linux" and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
