@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from swift.config.files import to_flat
+from swift.config.idle import idle_notes
 from swift.config.resolve import construct, raise_problems, resolve_mapping
 from swift.config.saved import fill_from_checkpoint, saved_values
 from swift.core.logging import get_logger
@@ -32,9 +34,10 @@ def build_config(cls: type[C], values: Mapping[str, Any], *, source: str = "sett
     resolved = resolve_mapping(cls, values, source)
     raise_problems(resolved.problems)
     fill_from_checkpoint(cls, resolved)
-    for note in resolved.notes:
+    config = construct(cls, resolved.values)
+    for note in (*resolved.notes, *idle_notes(to_flat(config), resolved.origins)):
         get_logger().info(note)
-    return construct(cls, resolved.values)
+    return config
 
 
 def with_saved_config(cls: type, values: Mapping[str, Any], path: str | Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ file exists is known to the rooms that read them; `swift.commands.precheck` asks
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -140,6 +141,9 @@ class _Checker:
             value = self[name]
             if value is None:
                 continue
+            if not math.isfinite(value):
+                yield self.fault(name, f"{name} must be a finite number, not {value:g}")
+                continue
             too_low = value < low or (value == low and not low_allowed)
             too_high = high is not None and (value > high or (value == high and not high_allowed))
             if too_low or too_high:
@@ -243,9 +247,20 @@ class _Checker:
             yield self.fault("num_train_epochs", "num_train_epochs is 0: nothing would be trained")
         if self["learning_rate"] == 0:
             yield self.fault("learning_rate", "learning_rate is 0: nothing would be learnt", "--learning_rate 1e-4")
-        if self["lr_scheduler_type"] == "wsd" and self["warmup_ratio"] + self["decay_ratio"] > 1:
+        if self["lr_scheduler_type"] == "wsd":
+            yield from self.warmup_and_decay()
+
+    def warmup_and_decay(self) -> Iterator[Problem]:
+        """Both must fit into the run, as far as its length is known here."""
+        warmup, decay, steps = self["warmup_steps"], self["decay_ratio"], self["max_steps"]
+        if not warmup and self["warmup_ratio"] + decay > 1:
             yield self.fault(
                 "decay_ratio warmup_ratio", "warmup_ratio and decay_ratio add up to more than the whole run"
+            )
+        elif warmup and steps > 0 and warmup + round(decay * steps) > steps:
+            yield self.fault(
+                "warmup_steps decay_ratio",
+                f"{warmup} steps of warm-up and {round(decay * steps)} of decay are more than the {steps} of the run",
             )
 
     def evaluation(self) -> Iterator[Problem]:

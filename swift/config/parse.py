@@ -15,8 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from swift.config.files import CONFIG_SUFFIXES, ConfigFile, Given, given_in_file, holds_settings, read_config_file
+from swift.config.files import (
+    CONFIG_SUFFIXES,
+    ConfigFile,
+    Given,
+    given_in_file,
+    holds_settings,
+    read_config_file,
+    to_flat,
+)
 from swift.config.helptext import render_help
+from swift.config.idle import idle_notes
 from swift.config.resolve import Problem, construct, group_spellings, raise_problems, resolve
 from swift.config.saved import fill_from_checkpoint
 from swift.config.schema import names_of, settings_of
@@ -102,9 +111,9 @@ def parse_command_line(
     problems = [*split.problems, *_positional_problems(split.positionals, positionals, command), *resolved.problems]
     raise_problems(problems, subject=f"the settings of `swift {command}`")
     fill_from_checkpoint(cls, resolved)
-    return Parsed(
-        construct(cls, resolved.values), resolved.origins, resolved.places, resolved.notes, split.positionals, file
-    )
+    config = construct(cls, resolved.values)
+    notes = [*resolved.notes, *idle_notes(to_flat(config), resolved.origins)]
+    return Parsed(config, resolved.origins, resolved.places, notes, split.positionals, file)
 
 
 def names_config_file(cls: type, word: str) -> bool:

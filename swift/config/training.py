@@ -82,7 +82,7 @@ class EvalConfig:
 
     eval_strategy: Literal["no", "steps", "epoch"] | None = setting(
         None,
-        help="when to evaluate; default: as save_strategy if there are evaluation rows",
+        help="when to evaluate, if there are evaluation rows; default: as save_strategy, and with `no` once at the end",
         aliases=("evaluation_strategy",),
     )
     eval_steps: int | None = setting(None, help="default: save_steps")
@@ -91,7 +91,7 @@ class EvalConfig:
         None, help="default: per_device_train_batch_size", aliases=("eval_batch_size",)
     )
     metric_for_best_model: str = setting("eval_loss", help="metric that ranks checkpoints")
-    greater_is_better: bool | None = setting(None, help="default: true unless the metric's name ends in loss")
+    greater_is_better: bool | None = setting(None, help="default: false for a loss or a perplexity, else true")
     load_best_model_at_end: bool = setting(False, help="end with the best weights instead of the last")
     early_stop_interval: int | None = setting(
         None, help="stop after this many evaluations without a better metric", aliases=("early_stopping_patience",)

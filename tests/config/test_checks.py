@@ -58,6 +58,9 @@ def test_defaults_have_no_fault(tmp_path, monkeypatch):
         ({"system": "gone.txt"}, "there is no file gone.txt"),
         ({"save_steps": 0}, "save_steps must be at least 1"),
         ({"lr_scheduler_type": "wsd", "warmup_ratio": 0.9, "decay_ratio": 0.2}, "add up to more"),
+        ({"lr_scheduler_type": "wsd", "warmup_steps": 90, "max_steps": 100, "decay_ratio": 0.2}, "more than the 100"),
+        ({"num_train_epochs": "inf"}, "num_train_epochs must be a finite number, not inf"),
+        ({"learning_rate": "inf"}, "learning_rate must be a finite number"),
         ({"model_name": ["a", "b", "c"]}, "takes one value, or two"),
         ({"tuner_type": "full", "adapters": ["x"]}, "can't be trained on in full tuning"),
     ],
@@ -66,6 +69,26 @@ def test_training_faults(values, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = faults(**values)
     assert len(found) == 1 and message in found[0], found
+
+
+def test_not_a_number_in_a_configuration_made_in_python():
+    config = SftConfig()
+    config.model.model, config.data.dataset, config.training.num_train_epochs = "x", ["y"], float("nan")
+    assert [p.message for p in find_problems(config)] == ["num_train_epochs must be a finite number, not nan"]
+
+
+def test_warmup_steps_override_the_ratio(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values = {"lr_scheduler_type": "wsd", "warmup_ratio": 0.9, "decay_ratio": 0.2, "warmup_steps": 10}
+    assert faults(**values) == [] and faults(**values, max_steps=100) == []
+
+
+def test_a_misspelt_metric_is_answered_with_the_nearest():
+    values = {"model": "smollm2", "dataset": ["x"], "split_dataset_ratio": 0.1, "metric_for_best_model": "perplexty"}
+    (problem,) = find_problems(build_config(SftConfig, values))
+    assert "did you mean eval_perplexity?" in problem.fix
+    for name in ("loss", "eval_loss", "perplexity", "token_accuracy"):
+        assert find_problems(build_config(SftConfig, {**values, "metric_for_best_model": name})) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,63 @@
+"""Settings that somebody gave and that have no effect beside the others: said, so that nobody waits for one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+_LOW_RANK = ("lora", "adalora", "loha", "lokr")
+_ADAPTERS = (*_LOW_RANK, "ia3", "vera", "boft", "oft", "fourierft", "miss", "bone", "hra")
+_ADAM = ("adamw", "adamw_torch", "adamw_torch_fused")
+_FALLING = ("cosine", "linear", "wsd", "cosine_with_min_lr", "inverse_sqrt", "polynomial")
+
+# the setting that decides -> setting -> the values of the first with which the second works
+_WORKS_WITH: dict[str, dict[str, Collection[str]]] = {
+    "optim": {"adam_beta1": _ADAM, "adam_beta2": _ADAM, "adam_epsilon": _ADAM},
+    "lr_scheduler_type": {"min_lr_ratio": _FALLING, "decay_ratio": ("wsd",)},
+    "tuner_type": {
+        "target_modules": _ADAPTERS,
+        "target_regex": _ADAPTERS,
+        "target_parameters": _ADAPTERS,
+        "modules_to_save": _ADAPTERS,
+        "init_weights": _ADAPTERS,
+        "lora_rank": ("lora", "loha", "lokr", "miss", "bone", "hra"),
+        "lora_alpha": _LOW_RANK,
+        "lora_dropout": (*_LOW_RANK, "vera", "boft", "oft", "miss", "bone"),
+        "lora_bias": ("lora", "adalora", "ia3", "vera", "boft", "oft", "fourierft", "miss", "bone", "hra"),
+        "adalora_target_r": ("adalora",),
+        "adalora_init_r": ("adalora",),
+        "adalora_orth_reg_weight": ("adalora",),
+        "vera_rank": ("vera",),
+        "vera_d_initial": ("vera",),
+        "boft_block_size": ("boft",),
+        "boft_n_butterfly_factor": ("boft",),
+        "oft_block_size": ("oft",),
+        "fourier_n_frequency": ("fourierft",),
+        "fourier_scaling": ("fourierft",),
+    },
+}
+
+
+def idle_notes(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:
+    """One line for each deciding setting, about the settings that do nothing beside it.
+
+    Args:
+        values: every setting by name.
+        origins: where the given ones came from; those taken from a checkpoint were not asked for now.
+    """
+    given = [name for name, origin in origins.items() if origin != "checkpoint"]
+    notes = []
+    for decider, settings in _WORKS_WITH.items():
+        choice = values.get(decider)
+        idle = [name for name in given if name in settings and choice not in settings[name]]
+        if choice is not None and idle:
+            notes.append(f"note: {_listed(idle)} nothing with {decider} {choice}")
+    if "warmup_ratio" in given and values.get("warmup_ratio") and values.get("warmup_steps"):
+        notes.append("note: warmup_ratio does nothing: warmup_steps overrides it")
+    if "num_train_epochs" in given and values.get("max_steps", -1) > 0:
+        notes.append("note: num_train_epochs does nothing: max_steps overrides it")
+    return notes
+
+
+def _listed(names: list[str]) -> str:
+    return f"{', '.join(names)} {'does' if len(names) == 1 else 'do'}"

@@ -1,0 +1,75 @@
+"""Settings without effect are named, once, and only when somebody gave them."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from swift.config import PtConfig, SftConfig, build_config, parse_command_line, save_config
+from swift.config.idle import _WORKS_WITH
+from swift.config.schema import settings_of
+
+
+def notes(words, cls=SftConfig):
+    return parse_command_line(cls, words.split(), command="sft").notes
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        ("--adam_beta2 0.9 --adam_epsilon 1e-6 --optim sgd", "adam_beta2, adam_epsilon do nothing with optim sgd"),
+        ("--optim adafactor --adam_beta1 0.9", "adam_beta1 does nothing with optim adafactor"),
+        (
+            "--min_lr_ratio 0.1 --lr_scheduler_type constant",
+            "min_lr_ratio does nothing with lr_scheduler_type",
+        ),
+        ("--decay_ratio 0.1", "decay_ratio does nothing with lr_scheduler_type cosine"),
+        ("--warmup_steps 5 --warmup_ratio 0.1", "warmup_steps overrides it"),
+        ("--max_steps 5 --num_train_epochs 1", "max_steps overrides it"),
+        ("--tuner_type full --lora_rank 4 --target_modules q_proj", "lora_rank, target_modules do nothing with"),
+        ("--tuner_type ia3 --lora_dropout 0.1", "lora_dropout does nothing with tuner_type ia3"),
+        ("--vera_rank 8", "vera_rank does nothing with tuner_type lora"),
+    ],
+)
+def test_said(words, note):
+    found = notes(words)
+    assert len(found) == 1 and found[0].startswith("note: ") and note in found[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--adam_beta2 0.9 --optim adamw",
+        "--min_lr_ratio 0.1",
+        "--decay_ratio 0.1 --lr_scheduler_type wsd",
+        "--lora_rank 4 --lora_dropout 0 --target_modules q_proj",
+        "--warmup_ratio 0 --warmup_steps 3",
+    ],
+)
+def test_not_said(words):
+    assert notes(words) == []
+
+
+def test_pt_is_full_by_default():
+    assert notes("--lora_rank 4", PtConfig) == ["note: lora_rank does nothing with tuner_type full"]
+
+
+def test_from_python_too(caplog):
+    with caplog.at_level(logging.INFO, logger="swift"):
+        build_config(SftConfig, {"optim": "sgd", "adam_beta1": 0.5})
+    assert "adam_beta1 does nothing with optim sgd" in caplog.text
+
+
+def test_what_a_checkpoint_holds_is_not_said(tmp_path):
+    (tmp_path / "complete.json").write_text("{}")
+    save_config(build_config(SftConfig, {"model": "x"}), tmp_path)
+    assert notes(f"--resume_from_checkpoint {tmp_path}") == []
+
+
+def test_the_table_names_what_there_is():
+    settings = settings_of(SftConfig)
+    for decider, names in _WORKS_WITH.items():
+        for name, values in names.items():
+            assert name in settings
+            assert set(values) < set(settings[decider].choices), (name, decider)
