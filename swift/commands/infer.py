@@ -129,13 +129,19 @@ def _answer(config: InferConfig) -> BatchReport:
 
 def _inputs(prepared: Prepared) -> Inputs:
     """The rows to answer: the evaluation files; else what the checkpoint's run set aside; else all of `--dataset`."""
+    from swift.config.saved import find_saved
+    from swift.data.selection import VALIDATION
     from swift.inference.inputs import Inputs, evaluation_split
 
     config = prepared.config
-    data, seed = config.data, config.generation.seed
-    if data.val_dataset or not config.infer.load_data_args:
+    data, seed, checkpoint = config.data, config.generation.seed, prepared.adapter or prepared.base
+    if not config.infer.load_data_args or (data.val_dataset and not find_saved(checkpoint)):
         return Inputs(data.val_dataset or data.dataset, data, seed)
-    trained = load_config(SftConfig, prepared.adapter or prepared.base)
+    trained = load_config(SftConfig, checkpoint)
+    if data.val_dataset and data.val_dataset == trained.data.val_dataset:  # the very rows that training evaluated on
+        return Inputs(data.val_dataset, data, trained.training.seed, split=VALIDATION)
+    if data.val_dataset:
+        return Inputs(data.val_dataset, data, seed)
     held = evaluation_split(trained, prepared.tokenizer)
     if not held:
         raise UsageError(

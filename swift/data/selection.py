@@ -156,12 +156,15 @@ def data_rng(data: RowsConfig, seed: int, *path: int) -> np.random.Generator:
 
 
 def iter_rows(
-    datasets: list[str], data: RowsConfig, *, need_answer: bool = False, seed: int = 42
+    datasets: list[str], data: RowsConfig, *, need_answer: bool = False, seed: int = 42, split: str = TRAIN
 ) -> Iterator[tuple[RowRef, Row | RowProblem]]:
-    """Each row of these dataset arguments in order, or what is wrong with it; `#n` as in training."""
+    """Each row of these dataset arguments in order, or what is wrong with it.
+
+    `#n` takes the rows that a training run with this seed takes for `split`, train or validation.
+    """
     options = row_options(data, need_answer=need_answer)
     for number, text in enumerate(datasets):
-        rng = data_rng(data, seed, 0, number)
+        rng = data_rng(data, seed, int(split == VALIDATION), number)
         reading = open_source(parse_source(text), data, rng)
         found: list[tuple[RowRef, Row | RowProblem]] = []
         for chunk in reading.chunks():

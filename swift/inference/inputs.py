@@ -18,7 +18,7 @@ from swift.core.logging import get_logger
 from swift.data.dataset import prepare_datasets
 from swift.data.encode import ChatEncoder
 from swift.data.rows import Row, RowProblem, RowRef
-from swift.data.selection import data_rng, iter_rows, open_source
+from swift.data.selection import TRAIN, data_rng, iter_rows, open_source
 from swift.data.sources import parse_source
 
 log = get_logger("inference")
@@ -63,6 +63,7 @@ class Inputs:
         datasets: dataset arguments, `path[:subset][#rows]`.
         data: how rows are read.
         seed: of the sample that `#rows` draws.
+        split: the sample is the one that training takes for this split, train or validation.
         only: take these rows alone, each once; None for all.
 
     Raises:
@@ -74,13 +75,20 @@ class Inputs:
     """
 
     def __init__(
-        self, datasets: list[str], data: RowsConfig, seed: int, *, only: frozenset[RowRef] | None = None
+        self,
+        datasets: list[str],
+        data: RowsConfig,
+        seed: int,
+        *,
+        split: str = TRAIN,
+        only: frozenset[RowRef] | None = None,
     ) -> None:
         if not datasets:
             raise UsageError("there are no rows to answer", where="--val_dataset", fix="--val_dataset FILE")
         self._datasets = datasets
         self._data = data
         self._seed = seed
+        self._split = split
         self._only = only
         counts = [self._count(text) for text in datasets]
         self.num_rows = sum(counts) if only is None else len(only)
@@ -93,7 +101,8 @@ class Inputs:
             "columns": data.columns,
             "auto_columns": not data.disable_auto_column_mapping,
             "sampled": data.dataset_shuffle,
-            "data_seed": data.data_seed,
+            "data_seed": seed if data.data_seed is None else data.data_seed,
+            "split": split,
             "self_cognition": [data.model_name, data.model_author],
         }
 
@@ -104,7 +113,7 @@ class Inputs:
                 yield _input_row(index, ref, row, encoder)
 
     def _rows(self) -> Iterator[tuple[RowRef, Row | RowProblem]]:
-        rows = iter_rows(self._datasets, self._data, need_answer=False, seed=self._seed)
+        rows = iter_rows(self._datasets, self._data, need_answer=False, seed=self._seed, split=self._split)
         if self._only is None:
             yield from rows
             return

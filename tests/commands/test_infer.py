@@ -359,6 +359,27 @@ def test_load_data_args_answers_the_rows_that_training_set_aside(checkpoint, tmp
     assert all(r["labels"].startswith("Answer") for r in results)
 
 
+@pytest.mark.parametrize("data_seed", [None, 3])
+def test_load_data_args_draws_the_sample_that_training_evaluated_on(
+    data_seed, tiny_model_copy, chat_rows, write_rows, tmp_path
+):
+    from swift.config import SftConfig, build_config, save_config
+    from swift.data.dataset import prepare_datasets
+    from swift.data.encode import ChatEncoder
+    from swift.models.loading import load_tokenizer
+
+    train, val = write_rows(tmp_path / "train.jsonl", chat_rows(4)), write_rows(tmp_path / "val.jsonl", chat_rows(60))
+    given = {"dataset": [str(train)], "val_dataset": [f"{val}#5", f"{val}#4"], "seed": 11, "data_seed": data_seed}
+    trained = build_config(SftConfig, {"model": str(tiny_model_copy), "tuner_type": "full", **given})
+    save_config(trained, tiny_model_copy)
+    encoder = ChatEncoder(load_tokenizer(tiny_model_copy, trained.model), trained.template)
+    held = prepare_datasets(trained.data, trained.template, encoder, seed=trained.training.seed).val
+    results = infer(
+        model=str(tiny_model_copy), load_data_args=True, max_new_tokens=2, result_path=str(tmp_path / "r.jsonl")
+    )
+    assert [r["source"] for r in results] == [str(held.ref(i)) for i in range(9)]
+
+
 # --- refusals ---
 
 
