@@ -48,7 +48,8 @@ def once(self, batch):
 module.TrainModule.forward = once
 from swift.cli import main
 main(["sft", "--model", sys.argv[1], "--dataset", sys.argv[2], "--max_length", "8192", "--output_dir", sys.argv[3],
-      "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1", "--train_dataloader_shuffle", "false"])
+      "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1",
+      "--train_dataloader_shuffle", "false"])
 """
 
 

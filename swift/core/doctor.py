@@ -71,7 +71,8 @@ VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "only these GPUs are visible",
     "OMP_NUM_THREADS": "threads per process",
     "NPROC_PER_NODE": "training and inference start that many processes",
-    "NNODES": "training runs on that many machines; NODE_RANK, MASTER_ADDR and MASTER_PORT say which and where",
+    "NNODES": "training runs on that many machines; NODE_RANK, MASTER_ADDR and MASTER_PORT say which and "
+    "where (the launcher then sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE)",
     "LOG_LEVEL": "least severity of messages",
 }
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")

@@ -172,7 +172,7 @@ def varlen_attention(
     if plain and query.device.type == "cpu":
         output, _ = segment_attention(query, key, value, cu_seq_lens_q, scale)
     elif plain and query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
-        output = _cuda_varlen(query, key, value, cu_seq_lens_q, scale)
+        output = _cuda_varlen(query, key, value, cu_seq_lens_q, scale, max_length_q)
     else:
         window = sliding_window if window_matters else None
         output = _general_segments(query, key, value, cu_seq_lens_q, scale, (dropout, window, softcap, s_aux))
@@ -181,12 +181,18 @@ def varlen_attention(
 
 
 def _cuda_varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+    longest: int | None,
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))  # [tokens, heads, head_dim]
-    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    if longest is None:
+        longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())  # waits for the device: callers give it where they can
     output = varlen_attn(
         q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=True
     )

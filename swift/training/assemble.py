@@ -25,7 +25,7 @@ from swift.data.loader import TrainLoader
 from swift.data.selection import Progress
 from swift.models.adapters import load_adapter_weights, save_adapter
 from swift.models.head import OutputHead, find_decoder, find_head, prove_head
-from swift.models.loading import load_model, load_tokenizer, resolve_model
+from swift.models.loading import check_context, load_model, load_tokenizer, resolve_model
 from swift.models.memory import decide_checkpointing, estimate_memory, free_memory_bytes
 from swift.models.prepare import choose_attention, compile_layers, enable_checkpointing, fix_ends, seed_everything
 from swift.models.quiet import quiet_transformers
@@ -127,9 +127,7 @@ def _prepare_once(config: SftConfig, session: Session, encoder: ChatEncoder) -> 
 
     fingerprint = group.from_main(prepare_and_save)
     prepared = mine[0] if group.main else load_prepared(cache, fingerprint)
-    group.barrier()
-    if group.main:  # mapped files stay readable after their names are gone
-        shutil.rmtree(cache)
+    session.at_close.append(lambda: shutil.rmtree(cache, ignore_errors=True))  # mapped by the other ranks until then
     return prepared
 
 
@@ -180,8 +178,11 @@ def build_model(config: SftConfig, session: Session, data: Data) -> Model:
         config.model.attn_impl,
         padding_free=config.batching.padding_free,
         packing=config.batching.packing,
+        autocast=session.precision.autocast,
     )
     session.notes += notes
+    beyond = check_context(causal_lm.config, int(data.train.lengths.max()))
+    session.notes += [beyond] if beyond else []
     fix_ends(causal_lm, data.encoder.stop_token_ids())
     seed_everything(config.training.seed)  # adapters start from the same numbers whatever was drawn before
     whole = apply_tuner(causal_lm, config.tuner, adapters=config.model.adapters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from swift.core.errors import UsageError
 from swift.core.files import disk_errors
 from swift.core.logging import local_rank
 from swift.distributed import ProcessGroup, start_process_group
+from swift.distributed.shared import check_shared_folder
 from swift.models.prepare import seed_everything
 from swift.monitor import Monitor, build_monitor
 from swift.training.plan import run_folder
@@ -30,6 +32,7 @@ class Session:
         resumed: the checkpoint that is continued (or whose weights are taken), if any.
         ask_thinking: how every row was asked, if the template can think and all were asked alike; inference then asks
             the same way.
+        locks: held on the run folder; at_close: what rank 0 does when the run is over.
         notes: what was decided on the user's behalf; shown when the run starts.
     """
 
@@ -44,6 +47,7 @@ class Session:
     notes: list[str] = field(default_factory=list)
     ask_thinking: bool | None = None
     locks: list[RunLock] = field(default_factory=list)
+    at_close: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def continues(self) -> bool:
@@ -54,9 +58,11 @@ class Session:
         try:
             self.monitor.close()
         finally:
+            self.group.close()
+            for clean_up in self.at_close if self.group.main else []:
+                clean_up()
             for lock in self.locks:
                 lock.close()
-            self.group.close()
 
 
 def model_label(config: SftConfig) -> str:
@@ -75,6 +81,7 @@ def start_session(config: SftConfig) -> Session:
     seed_everything(config.training.seed)
     locks: list[RunLock] = []
     resumed, state, run_dir = group.from_main(lambda: _open_run(config, locks))
+    check_shared_folder(group, run_dir)
     monitor = build_monitor(config.monitor, run_dir, rank=group.rank)
     if state.step:
         monitor.resume_at(state.step)
