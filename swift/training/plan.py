@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swift.checkpoint import RunState
+from swift.checkpoint.store import SUPERSEDED
 from swift.config.commands import SftConfig
 from swift.core.errors import UsageError
 from swift.data.loader import Layout, TrainLoader
@@ -68,8 +69,8 @@ def total_steps(config: SftConfig, loader: TrainLoader, state: RunState) -> int:
 
 def run_folder(config: SftConfig, model_name: str, continued: Path | None) -> Path:
     """Where the run writes: the continued run's folder, else a new `vN-<time>` in output_dir (or output_dir itself)."""
-    if continued is not None:
-        return continued
+    if continued is not None:  # a checkpoint that was set aside goes on in the run it came from
+        return continued.parent if continued.name == SUPERSEDED else continued
     root = Path(config.checkpoint.output_dir or Path("output") / model_name).expanduser()
     if not config.checkpoint.add_version:
         return root

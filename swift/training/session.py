@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from swift.checkpoint import Checkpoint, RunLock, RunState, clear, find_checkpoint, list_checkpoints
+from swift.checkpoint import Checkpoint, RunLock, RunState, clear, find_checkpoint, list_checkpoints, remove_unfinished
 from swift.config.commands import PtConfig, SftConfig
 from swift.core.devices import Device, detect_device
 from swift.core.errors import UsageError
@@ -80,9 +80,15 @@ def start_session(config: SftConfig) -> Session:
         torch.use_deterministic_algorithms(True)
     seed_everything(config.training.seed)
     locks: list[RunLock] = []
-    resumed, state, run_dir = group.from_main(lambda: _open_run(config, locks))
-    check_shared_folder(group, run_dir)
-    monitor = build_monitor(config.monitor, run_dir, rank=group.rank)
+    try:
+        resumed, state, run_dir = group.from_main(lambda: _open_run(config, locks))
+        check_shared_folder(group, run_dir)
+        monitor = build_monitor(config.monitor, run_dir, rank=group.rank)
+    except BaseException:  # a later call in this process may want the folder
+        for lock in locks:
+            lock.close()
+        group.close()
+        raise
     if state.step:
         monitor.resume_at(state.step)
     command = "pt" if isinstance(config, PtConfig) else "sft"
@@ -103,6 +109,7 @@ def _open_run(config: SftConfig, locks: list[RunLock]) -> tuple[Checkpoint | Non
     with disk_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
     locks.append(RunLock(run_dir))
+    remove_unfinished(run_dir)
     if not state.step and list_checkpoints(run_dir):
         if not config.checkpoint.overwrite_output_dir:
             raise UsageError(

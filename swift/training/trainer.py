@@ -34,7 +34,7 @@ from swift.monitor import Monitor
 from swift.objectives import LossTerms
 from swift.optim.optimizers import set_rate
 from swift.optim.schedules import Schedule
-from swift.training.diagnose import dump_nonfinite, peak_memory_gib
+from swift.training.diagnose import dump_nonfinite, peak_memory_gib, return_free_memory
 from swift.training.evaluate import evaluate
 from swift.training.precision import Precision
 from swift.training.stop import StopRequest
@@ -149,6 +149,7 @@ class Trainer:
         self._step_sums = _StepSums()
         self._saved_step: int | None = self.state.step or None
         self._recorded_long = False
+        self._largest_batch = 0
         self.stepped = False
 
     def fit(self) -> FitResult:
@@ -185,6 +186,10 @@ class Trainer:
         parts = self.parts
         sums = self._step_sums = _StepSums()
         sums.batches = batches
+        largest = max(batch.input_ids.numel() for batch in batches)
+        if largest > self._largest_batch and self.device.type == "cpu":
+            return_free_memory()
+        self._largest_batch = max(self._largest_batch, largest)
         sums.weight = parts.group.sum([sum(batch.weight for batch in batches)])[0]
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
