@@ -1,10 +1,11 @@
 """However a step's examples are spread over micro-batches and ranks: same loss, gradients and weights after 5 steps."""
 
 import json
+import subprocess
 
 import pytest
 import torch
-from runs import BASE, read_log, run_cli, trained
+from runs import BASE, command, environment, read_log, run_cli, trained
 
 from swift import sft
 
@@ -97,3 +98,15 @@ def test_two_ranks_equal_one_process(mode, flags, tmp_path):
         if "eval_loss" in line
     ]
     assert evaluations[-1]["eval_loss"] == pytest.approx(single.metrics["eval_loss"], rel=RTOL)
+
+
+@pytest.mark.slow
+def test_plain_torchrun_equals_our_own_launcher(flags, tmp_path):
+    flags |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+    ours = run_cli({**flags, "nproc_per_node": 2, "output_dir": tmp_path / "ours"})
+    assert ours.returncode == 0, ours.stderr
+    python, *words = command({**flags, "output_dir": tmp_path / "theirs"})
+    torchrun = [python, "-m", "torch.distributed.run", "--nproc-per-node", "2", *words]
+    theirs = subprocess.run(torchrun, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    assert theirs.returncode == 0, theirs.stderr
+    assert_close(tmp_path / "ours", tmp_path / "theirs")
