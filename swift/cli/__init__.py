@@ -40,12 +40,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the reader of our output, such as `head`, has gone
         _silence_stdout()
-        return 0
-    except Exception:  # the process boundary: anything else is a bug, and its traceback is the report
+        asked_only = not words or words[0] in ("config", "data", "doctor", "help") or words[0].startswith("-")
+        if asked_only or "--help" in words or "-h" in words:
+            return 0
+        print(f"swift {words[0]} stopped: nobody reads its output any more", file=sys.stderr)
+        return 1
+    except Exception as error:  # the process boundary: anything else is a bug, and its traceback is the report
         import traceback
 
+        if _lost_peer(error):
+            print(f"rank {os.environ['RANK']} stopped: another process of the run has gone", file=sys.stderr)
+            return 1
         traceback.print_exc()
         return 1
+
+
+def _lost_peer(error: Exception) -> bool:
+    """Whether a collective failed since another process ended; that one's end is the news, not this one's trace."""
+    words = str(error)
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and (
+        "Connection closed by peer" in words or "Connection reset by peer" in words
+    )
 
 
 def _dispatch(words: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -46,6 +47,12 @@ def choose_attention(
             where=asked,
             fix=f"leave {asked} out: batches of like length are padded instead",
         )
+    if wanted == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        raise UsageError(
+            "the package flash-attn is not installed",
+            where="--attn_impl flash_attention_2",
+            fix="pip install flash-attn (needs CUDA), or leave --attn_impl out",
+        )
     concatenate = (packing or padding_free is not False) and reason is None
     if not concatenate:
         model.set_attn_implementation(wanted if wanted not in ("auto", VARLEN) else _own(model))
@@ -87,7 +94,11 @@ def enable_checkpointing(model: PreTrainedModel) -> None:
         raise ModelError(
             f"{type(model).__name__} can't recompute activations", fix="use --gradient_checkpointing false"
         )
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.24
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def fix_ends(model: PreTrainedModel, stop_token_ids: list[int]) -> None:

@@ -7,6 +7,7 @@ they appear above the line instead of in the middle of it.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections import deque
@@ -52,7 +53,11 @@ class PlainConsole:
     """Lines only: for files, pipes and `--disable_tqdm`."""
 
     def line(self, words: str) -> None:
-        print(words, flush=True)
+        try:
+            print(words, flush=True)
+        except BrokenPipeError:  # the reader has gone (`| head`, a lost terminal): train on, logging.jsonl has it all
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            get_logger().warning("nobody reads the output any more; the run goes on and logs into its folder")
 
     def begin(self, total_steps: int, step: int) -> None:
         pass

@@ -257,6 +257,8 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
         saver.resume(session.resumed.path, trainer)
         trainer.last_checkpoint = session.resumed.path
     if group.main:
+        if config.checkpoint.save_strategy != "no":
+            saver.check_space(trainer)
         for path in set_aside(session.run_dir, session.state.step) if session.continues else []:
             session.notes.append(f"set aside: {path} (this run goes on from an earlier step)")
         save_config(config, session.run_dir)
@@ -296,6 +298,7 @@ def _save_memory(config: SftConfig, session: Session, data: Data, model: Model, 
         enable_checkpointing(model.causal_lm)
     if config.training.torch_compile:
         compile_layers(model.decoder)
+        session.notes.append("the layers are compiled in the first steps, which take half a minute or more")
 
 
 def _largest_micro_batch(loader: TrainLoader) -> int:
@@ -398,7 +401,8 @@ def _plan(config: SftConfig, session: Session, data: Data, model: Model, trainer
     loader, group = trainer.parts.loader, session.group
     layout = loader.layout
     unit = f"rows of {layout.packing_length} tokens" if layout.packing_length else "examples"
-    batch = f"{loader.global_units} {unit} a step"
+    upto = "up to " if loader.num_units(trainer.state.epoch) % loader.global_units else ""
+    batch = f"{upto}{loader.global_units} {unit} a step"
     shares = [f"{layout.units_per_micro_batch} x {layout.micro_batches} accumulated"]
     if group.world_size > 1:
         shares.append(f"x {group.world_size} processes")

@@ -8,6 +8,7 @@ rank and the position in the data.
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from swift.checkpoint import load_tensors, prune, save_checkpoint, save_tensors
 from swift.checkpoint.state import FILE_NAME as STATE_FILE
 from swift.checkpoint.store import link
 from swift.core.errors import CheckpointError
+from swift.core.files import human_bytes
 from swift.models.tuners import adapter_state, load_adapter_state
 from swift.training.trainer import Trainer
 
@@ -137,6 +139,20 @@ class RunSaver:
         whole = sum(p.numel() * p.element_size() for p in self.model.parameters()) if self._whole_model() else public
         private = 0 if self.only_model else 2 * trained + (0 if self.trained_is_public else trained)
         return whole + private
+
+    def check_space(self, trainer: Trainer) -> None:
+        """Before step 1: is there room for a checkpoint at all?
+
+        Raises:
+            CheckpointError: with the bytes needed and free.
+        """
+        needed, free = self._needed_bytes(trainer), shutil.disk_usage(self.run_dir).free
+        if needed > free:
+            raise CheckpointError(
+                f"there is no room for a checkpoint: about {human_bytes(needed)} needed, {human_bytes(free)} free",
+                where=str(self.run_dir),
+                fix="free space, choose another --output_dir, or train without checkpoints: --save_strategy no",
+            )
 
     def _whole_model(self) -> bool:
         return not _adapter_prefixes(self.model)

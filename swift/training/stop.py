@@ -7,6 +7,8 @@ import signal
 from types import FrameType
 from typing import Any
 
+from swift.core.logging import rank
+
 
 class StopRequest:
     """Context manager that catches SIGINT and SIGTERM; `requested` names the first one received."""
@@ -33,4 +35,7 @@ class StopRequest:
             os._exit(130)
         if not self.requested:
             self.requested = signal.Signals(number).name
-            os.write(2, f"\n{self.requested}: finishing this step and saving (Ctrl-C again: stop at once)\n".encode())
+            if rank() == 0:
+                os.write(
+                    2, f"\n{self.requested}: finishing this step and saving (Ctrl-C again: stop at once)\n".encode()
+                )

@@ -13,7 +13,7 @@ from runs import BASE, assert_same_bits, command, environment, read_log, run_cli
 
 from swift import sft
 from swift.checkpoint import find_checkpoint, list_checkpoints, verify
-from swift.core.errors import CheckpointError, NumericsError
+from swift.core.errors import CheckpointError, NumericsError, UsageError
 
 
 @pytest.fixture
@@ -102,9 +102,42 @@ def test_too_little_space_is_seen_before_writing(flags, monkeypatch):
     import swift.checkpoint.store as store
 
     real = shutil.disk_usage
-    monkeypatch.setattr(store.shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
+    calls = []
+
+    def shrinking(path):
+        calls.append(path)
+        return real(path)._replace(free=1000 if len(calls) > 1 else 1 << 30)
+
+    monkeypatch.setattr(store.shutil, "disk_usage", shrinking)  # room at the start, none at the save
     with pytest.raises(CheckpointError, match="not enough free space"):
         sft(**{**flags, "max_steps": 2})
+    assert len(calls) > 1
+
+
+def test_no_room_for_a_checkpoint_is_seen_before_step_1(flags, tmp_path, monkeypatch):
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
+    with pytest.raises(CheckpointError, match="no room for a checkpoint"):
+        sft(**{**flags, "max_steps": 2})
+    assert read_log(tmp_path / "run") == [] if (tmp_path / "run/logging.jsonl").exists() else True
+    assert sft(**{**flags, "max_steps": 2, "save_strategy": "no", "overwrite_output_dir": True}).steps == 2
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(flags, tmp_path):
+    words = " ".join(command({**flags, "max_steps": 6}))
+    script = f"{words} | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "goes on" in done.stderr
+    assert [c.step for c in list_checkpoints(tmp_path / "run")] == [6]
+    assert len(read_log(tmp_path / "run")) == 6
+
+
+def test_flash_attention_that_is_not_installed_is_said_so(flags):
+    with pytest.raises(UsageError, match="flash-attn is not installed"):
+        sft(**{**flags, "max_steps": 1}, attn_impl="flash_attention_2")
 
 
 def test_a_kill_during_a_save_leaves_the_one_before(flags, tmp_path):
