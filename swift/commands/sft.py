@@ -79,6 +79,7 @@ def finish(config: SftConfig, session: Any, trainer: Any, result: Any) -> TrainR
     summary = {
         "status": result.status,
         "steps": result.state.step,
+        "resumed_at": session.resumed.step if session.resumed is not None and session.continues else None,
         "seconds": result.seconds,
         "tokens_per_second": result.tokens_per_second,
         **{k: v for k, v in result.metrics.items() if k in ("loss", "memory_gib")},

@@ -202,6 +202,14 @@ def number_of_epochs(plan: dict[str, Any]) -> str:
 def summary_lines(summary: dict[str, Any], history: History, run_dir: Path) -> list[str]:
     """The few lines that say what came out and where it is."""
     words = [f"{summary.get('status', 'finished')}: {summary['steps']} steps" if "steps" in summary else "finished"]
+    resumed_at = summary.get("resumed_at") or 0
+    if resumed_at and resumed_at == summary.get("steps"):
+        words[0] = (
+            f"nothing left to do: all {resumed_at} steps are done (more: raise --num_train_epochs or --max_steps)"
+        )
+    elif resumed_at:
+        more = summary["steps"] - resumed_at
+        words[0] = f"{summary.get('status', 'finished')}: {more} more steps, {summary['steps']} in all"
     if "seconds" in summary:
         words[0] += f" in {text.duration(summary['seconds'])}"
     _, losses = history.series("loss")

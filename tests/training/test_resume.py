@@ -165,10 +165,13 @@ def test_another_optimizer_is_refused_and_todays_betas_hold(flags, tmp_path, mon
     assert all(betas == (0.9, 0.5) and rate <= 1e-5 and not fused for betas, rate, fused in found[0])
 
 
-def test_resuming_a_finished_run_changes_nothing(flags, tmp_path):
+def test_resuming_a_finished_run_changes_nothing(flags, tmp_path, capfd):
     flags |= {"output_dir": str(tmp_path / "run")}
     first = sft(**flags)
     before = (first.last_checkpoint / "complete.json").stat().st_ino
     again = sft(**flags, resume_from_checkpoint="latest")
     assert again.last_checkpoint == first.last_checkpoint
+    assert "nothing left to do: all 9 steps are done" in capfd.readouterr().out
     assert (again.last_checkpoint / "complete.json").stat().st_ino == before
+    sft(**{**flags, "max_steps": 11}, resume_from_checkpoint="latest")
+    assert "finished: 2 more steps, 11 in all" in capfd.readouterr().out
