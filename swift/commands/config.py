@@ -11,11 +11,12 @@ from typing import Any, Literal
 from swift.config import commands as classes
 from swift.config.catalog import COMMANDS
 from swift.config.conversion import Conversion
-from swift.config.convert import convert_file
+from swift.config.convert import convert_file, is_own_file, read_foreign_file
 from swift.config.fields import setting
-from swift.config.files import annotated_yaml
+from swift.config.files import CONFIG_SUFFIXES, annotated_yaml, given_in_file, read_config_file
 from swift.config.parse import HelpRequested, Parsed, parse_command_line, require_choice
-from swift.config.schema import groups_of, json_schema
+from swift.config.resolve import group_spellings
+from swift.config.schema import groups_of, json_schema, names_of
 from swift.core.errors import UsageError
 from swift.core.files import write_atomic
 
@@ -60,6 +61,8 @@ def _show(arguments: list[str]) -> int:
         usage = "usage: swift config show [FILE.yaml] [--command sft|pt|infer|merge-lora] [--flag value ...]"
         raise HelpRequested(f"{usage}\n\nPrints {_ACTIONS['show']}.\nFlags: see `swift {command} --help`.\n")
     config_class = getattr(classes, COMMANDS[command].config or "")
+    if command == "sft" and rest and rest[0].lower().endswith(CONFIG_SUFFIXES):
+        _refuse_file_of_another_command(rest[0])
     parsed: Parsed[Any] = parse_command_line(config_class, rest, command=command)
     groups, comments = effective_settings(parsed)
     if parsed.file is not None and parsed.file.env:
@@ -68,6 +71,31 @@ def _show(arguments: list[str]) -> int:
     for note in parsed.notes:
         print(note, file=sys.stderr)
     return 0
+
+
+def _refuse_file_of_another_command(path: str) -> None:
+    """Say which `--command` a file is for, when all that `swift sft` doesn't know in it belongs to one other command.
+
+    Raises:
+        UsageError: if so, or if the file can't be read.
+    """
+    file = read_config_file(path)
+    foreign: dict[str, list[str]] = {}
+    for other in COMMANDS.values():
+        cls = getattr(classes, other.config) if other.config and other.name != "sft" else None
+        if cls is not None:
+            given = given_in_file(file, group_spellings(cls), names_of(cls))
+            extra = [item.name for item in given if item.name not in names_of(classes.SftConfig)]
+            if extra and all(name in names_of(cls) for name in extra):
+                foreign[other.name] = extra
+    if len(foreign) == 1:
+        ((command, names),) = foreign.items()
+        verb = "is a setting" if len(names) == 1 else "are settings"
+        raise UsageError(
+            f"{', '.join(names)} {verb} of `swift {command}`, not of `swift sft`",
+            where=path,
+            fix=f"swift config show {path} --command {command}",
+        )
 
 
 def effective_settings(parsed: Parsed[Any]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
@@ -119,6 +147,9 @@ def _convert(arguments: list[str]) -> int:
         usage="FILE [--from TOOL] [--output F]",
     )
     options, source = parsed.config, parsed.positionals[0]
+    if options.tool == "auto" and is_own_file(read_foreign_file(source)):
+        print(f"{source} is a swift file already: nothing was changed or written", file=sys.stderr)
+        return 0
     result = convert_file(source, tool=options.tool, command=options.command)
     text = result.to_yaml(Path(source).name)
     if options.output is None:

@@ -267,11 +267,9 @@ class _Checker:
         rows = bool(self["val_dataset"]) or self["split_dataset_ratio"] > 0
         strategy = self["eval_strategy"]
         needing = {
-            "eval_strategy": strategy in ("steps", "epoch"),
             "load_best_model_at_end": self["load_best_model_at_end"],
             "early_stop_interval": self["early_stop_interval"] is not None,
             "eval_on_start": self["eval_on_start"],
-            "eval_steps": self["eval_steps"] is not None,
         }
         for name in (name for name, asked in needing.items() if asked):
             if not rows:

@@ -14,7 +14,8 @@ from swift.config import commands as classes
 from swift.config.conversion import Conversion
 from swift.config.convert_axolotl import convert_axolotl
 from swift.config.convert_llamafactory import convert_llamafactory
-from swift.config.files import read_config_file
+from swift.config.files import CONFIG_NAME, ConfigFile, read_config_file
+from swift.config.resolve import group_spellings
 from swift.config.schema import names_of
 from swift.core.errors import UsageError
 
@@ -30,9 +31,9 @@ def convert_file(path: str | Path, *, tool: str = "auto", command: str | None = 
         command: our command; by default what the file is for.
 
     Raises:
-        UsageError: the file can't be read, or it isn't clear which tool it belongs to.
+        UsageError: the file can't be read, is a shell script, or it isn't clear which tool it belongs to.
     """
-    file = read_config_file(path)
+    file = read_foreign_file(path)
     data = {key: value for key, value in file.data.items() if key != "ENV"}
     tool = detect_tool(data, file.path) if tool == "auto" else tool
     convert: Callable[[dict[str, Any], Conversion], None] = {
@@ -43,6 +44,32 @@ def convert_file(path: str | Path, *, tool: str = "auto", command: str | None = 
     result = Conversion(tool, command or _command_of(tool, data), file.path.parent, env=file.env)
     convert(data, result)
     return result
+
+
+def read_foreign_file(path: str | Path) -> ConfigFile:
+    """Parse a file to convert.
+
+    Raises:
+        UsageError: as `read_config_file`; also for a shell script, which holds a command line.
+    """
+    if Path(path).suffix in (".sh", ".bash") and Path(path).is_file():
+        raise UsageError(
+            f"{path} is a shell script, not a file of settings",
+            fix="run the script itself: its flags are understood (or paste its flags after `swift config show`)",
+        )
+    return read_config_file(path)
+
+
+def is_own_file(file: ConfigFile) -> bool:
+    """Whether a file is one of ours: left behind by a run, or grouped as no other tool's files are."""
+    if file.path.name == CONFIG_NAME:
+        return True
+    for cls in (classes.SftConfig, classes.InferConfig, classes.MergeLoraConfig):
+        groups, names = group_spellings(cls), names_of(cls)
+        for key, members in file.data.items():
+            if isinstance(members, dict) and key in groups:
+                return all(word in names or groups[key] + word in names for word in map(str, members))
+    return False
 
 
 _MARKS: dict[str, tuple[str, ...]] = {

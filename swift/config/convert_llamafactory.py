@@ -92,8 +92,9 @@ def convert_llamafactory(data: dict[str, Any], out: Conversion) -> None:
         out.set("max_shard_size", f"{data.pop('export_size')}GB", key="export_size")
     if "adapter_name_or_path" in data:
         out.set("adapters", names_in(data.pop("adapter_name_or_path")), key="adapter_name_or_path")
-    if data.pop("infer_dtype", "auto") != "auto":
-        out.lose("infer_dtype", "", "give torch_dtype")
+    dtype = data.pop("infer_dtype", "auto")
+    if dtype != "auto":
+        out.lose("infer_dtype", dtype, "give torch_dtype")
     out.take(data, _SAME)
     out.take_satisfied(data, _SATISFIED)
     out.take_lost(data, _LOST)
@@ -113,7 +114,8 @@ def _training(data: dict[str, Any], out: Conversion, kind: str) -> None:
     if data.pop("pissa_init", False):
         steps = data.pop("pissa_iter", 16)
         out.set("init_weights", "pissa" if steps == -1 else f"pissa_niter_{steps}", key="pissa_init")
-    data.pop("pissa_iter", None)
+    if data.pop("pissa_iter", None) is not None and "init_weights" not in out.values:
+        out.ignore("pissa_iter", "it has a meaning only with pissa_init")
     for key in ("add_tokens", "add_special_tokens"):
         if key in data:
             out.set("new_special_tokens", names_in(data.pop(key)), key=key)
@@ -159,8 +161,11 @@ def _val_size(data: dict[str, Any], out: Conversion) -> None:
 
 def _datasets(data: dict[str, Any], out: Conversion) -> None:
     """Names in dataset_info.json become files; its column names become `columns`."""
+    if "dataset_dir" in data and not data.get("dataset") and not data.get("eval_dataset"):
+        out.ignore("dataset_dir", "no dataset of it is named")
     folder = str(data.pop("dataset_dir", "data"))
-    samples = data.pop("max_samples", None)
+    samples = _max_samples(data, out)
+    samples_used = False
     info_path, info = _dataset_info(folder, out)
     columns: dict[str, str] = {}
     for key, setting in (("dataset", "dataset"), ("eval_dataset", "val_dataset")):
@@ -168,14 +173,28 @@ def _datasets(data: dict[str, Any], out: Conversion) -> None:
         for name in names_in(data.pop(key, None)):
             path = _dataset_path(name, info, info_path, out, columns)
             if path is not None:
-                count = info.get(name, {}).get("num_samples") or samples
+                own = info.get(name, {}).get("num_samples")
+                count = own or samples
+                samples_used |= not own and path != "self-cognition"
                 # theirs is a cap, ours repeats rows to reach the number
                 capped = count and path != "self-cognition" and count < _num_rows(Path(path), count)
                 found.append(f"{path}#{count}" if capped else path)
         if found:
             out.set(setting, found, key=key)
+    if samples is not None and not samples_used:
+        reason = "could not be applied: no dataset that it would shorten was found; give a number as path#rows"
+        out.lose("max_samples", samples, reason)
     if columns:
         out.set("columns", columns)
+
+
+def _max_samples(data: dict[str, Any], out: Conversion) -> int | None:
+    given = data.pop("max_samples", None)
+    try:
+        return None if given is None else int(given)
+    except (TypeError, ValueError):
+        out.lose("max_samples", given, "it is not a whole number; give a number as path#rows")
+        return None
 
 
 def _num_rows(path: Path, unknown: int) -> int:

@@ -19,6 +19,7 @@ from swift.core.errors import UsageError
 
 CONFIG_NAME = "swift_config.yaml"
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+COMMAND_LINE = "command line"  # the origin of flags
 _MOST_BYTES = 2**20  # of a file of settings; a larger one holds data
 
 

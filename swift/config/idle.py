@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from swift.config.files import COMMAND_LINE
+
 _LOW_RANK = ("lora", "adalora", "loha", "lokr")
 _ADAPTERS = (*_LOW_RANK, "ia3", "vera", "boft", "oft", "fourierft", "miss", "bone", "hra")
 _ADAM = ("adamw", "adamw_torch", "adamw_torch_fused")
@@ -54,9 +56,21 @@ def idle_notes(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[st
             notes.append(f"note: {_listed(idle)} nothing with {decider} {choice}")
     if "warmup_ratio" in given and values.get("warmup_ratio") and values.get("warmup_steps"):
         notes.append("note: warmup_ratio does nothing: warmup_steps overrides it")
-    if "num_train_epochs" in given and values.get("max_steps", -1) > 0:
+    # a flag that shortens the run of a file is meant to; a flag that a file overrides is not
+    shortened = origins.get("max_steps") == COMMAND_LINE != origins.get("num_train_epochs")
+    if "num_train_epochs" in given and values.get("max_steps", -1) > 0 and not shortened:
         notes.append("note: num_train_epochs does nothing: max_steps overrides it")
-    return notes
+    return notes + _without_evaluation_rows(values, given)
+
+
+def _without_evaluation_rows(values: Mapping[str, Any], given: Collection[str]) -> list[str]:
+    """The settings of an evaluation that has no rows: scripts carry them whether or not there are any."""
+    if "eval_strategy" not in values or values["val_dataset"] or values["split_dataset_ratio"] > 0:
+        return []
+    idle = [name for name in given if name in ("eval_steps", "per_device_eval_batch_size")]
+    if "eval_strategy" in given and values["eval_strategy"] in ("steps", "epoch"):
+        idle.append("eval_strategy")
+    return [f"note: {_listed(idle)} nothing without evaluation rows (val_dataset, split_dataset_ratio)"] if idle else []
 
 
 def _listed(names: list[str]) -> str:

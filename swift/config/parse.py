@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from swift.config.files import (
+    COMMAND_LINE,
     CONFIG_SUFFIXES,
     ConfigFile,
     Given,
@@ -34,7 +35,6 @@ from swift.core.errors import UsageError
 
 C = TypeVar("C")
 
-COMMAND_LINE = "command line"
 _FLAG = re.compile(r"--[A-Za-z][\w.-]*(=.*)?\Z", re.DOTALL)
 
 

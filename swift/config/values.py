@@ -145,11 +145,13 @@ def example(setting: Setting) -> str:
     if base is bool:
         return "true"
     if base is int:
-        return str(setting.default if setting.default is not None else 8)
+        if setting.default is not None and setting.default > 0:
+            return str(setting.default)
+        return "100" if setting.name.endswith("steps") else "8"
     if base is float:
-        if setting.default is not None:
+        if setting.default is not None and setting.default > 0:
             return f"{setting.default:g}"
-        return "1e-4" if "rate" in setting.name or setting.name.endswith("lr") else "0.5"
+        return "1e-4" if "rate" in setting.name or setting.name.endswith("lr") else "0.1"
     return str(setting.default or "text")
 
 

@@ -46,7 +46,7 @@ def test_defaults_have_no_fault(tmp_path, monkeypatch):
         ({"use_dora": True, "tuner_type": "full"}, "use_dora does nothing with tuner_type full"),
         ({"freeze_parameters_ratio": 0.5}, "freeze_parameters_ratio is for full tuning"),
         ({"target_regex": "("}, "is not a regular expression"),
-        ({"eval_strategy": "steps"}, "eval_strategy needs evaluation rows"),
+        ({"eval_on_start": True}, "eval_on_start needs evaluation rows"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end needs evaluation rows"),
         ({"early_stop_interval": 3}, "early_stop_interval needs evaluation rows"),
         ({"load_best_model_at_end": True, "split_dataset_ratio": 0.1, "eval_strategy": "no"}, "eval_strategy is no"),
@@ -172,3 +172,9 @@ def test_resume(tmp_path):
     assert "no complete checkpoint" in faults(resume_from_checkpoint="latest", output_dir=str(tmp_path / "new"))[0]
     values = {"model": "x", "dataset": ["y"], "resume_from_checkpoint": str(tmp_path / "run" / "chekpoint-5")}
     assert find_problems(build_config(SftConfig, values))[0].fix == f"did you mean {whole}?"
+
+
+@pytest.mark.parametrize("given", [{"eval_strategy": "steps"}, {"eval_steps": 5}, {"per_device_eval_batch_size": 2}])
+def test_scripts_may_carry_an_evaluation_without_rows(given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "evaluation rows" not in str(faults(**given))

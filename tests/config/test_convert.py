@@ -7,6 +7,7 @@ import json
 import pytest
 import yaml
 
+from swift.commands.config import main as config_command
 from swift.config import InferConfig, MergeLoraConfig, PtConfig, SftConfig, parse_command_line, to_flat
 from swift.config.checks import find_problems
 from swift.config.convert import convert_file, detect_tool
@@ -251,3 +252,45 @@ def test_nothing_disappears(tmp_path, data, text):
     for key, value in source.items():
         if value is not None and key not in SAYS_THE_DEFAULT:
             assert outcome({k: v for k, v in source.items() if k != key}) != whole, f"{key} had no effect"
+
+
+@pytest.mark.parametrize("names", ["gone", "identity", "gone,identity"])
+def test_a_cap_that_no_dataset_takes_is_listed(tmp_path, names):
+    text = f"model_name_or_path: m\nstage: sft\ndataset: {names}\nmax_samples: 3\n"
+    assert converted(tmp_path, text)[0].lost["max_samples"][0] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mine.yaml", "model:\n  model: smollm2\nlora:\n  rank: 4\n"),
+        ("mine.yaml", "generation:\n  temperature: 0\n"),
+        ("swift_config.yaml", "model: smollm2\n"),
+    ],
+)
+def test_our_own_file_stays_as_it_is(tmp_path, capsys, name, text):
+    file = tmp_path / name
+    file.write_text(text)
+    assert config_command(["convert", str(file), "--output", str(tmp_path / "out.yaml")]) == 0
+    shown = capsys.readouterr()
+    assert "is a swift file already" in shown.err and not shown.out
+    assert file.read_text() == text and not (tmp_path / "out.yaml").exists()
+
+
+def test_a_shell_script_is_run_not_converted(tmp_path):
+    file = tmp_path / "ms.sh"
+    file.write_text("swift sft --model m\n")
+    with pytest.raises(UsageError, match="run the script itself"):
+        config_command(["convert", str(file)])
+
+
+def test_show_names_the_command_that_a_file_is_for(tmp_path, capsys):
+    file = tmp_path / "ask.yaml"
+    file.write_text("model: m\ntemperature: 0\nmax_new_tokens: 4\n")
+    with pytest.raises(UsageError) as caught:
+        config_command(["show", str(file)])
+    assert caught.value.fix == f"swift config show {file} --command infer"
+    assert config_command(["show", str(file), "--command", "infer"]) == 0
+    file.write_text("temperature: 0\nlerning_rate: 1\n")
+    with pytest.raises(UsageError, match="did you mean learning_rate"):
+        config_command(["show", str(file)])

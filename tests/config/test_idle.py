@@ -25,6 +25,8 @@ def notes(words, cls=SftConfig):
             "min_lr_ratio does nothing with lr_scheduler_type",
         ),
         ("--decay_ratio 0.1", "decay_ratio does nothing with lr_scheduler_type cosine"),
+        ("--eval_steps 5 --per_device_eval_batch_size 2", "eval_steps, per_device_eval_batch_size do nothing without"),
+        ("--eval_strategy epoch", "eval_strategy does nothing without evaluation rows"),
         ("--warmup_steps 5 --warmup_ratio 0.1", "warmup_steps overrides it"),
         ("--max_steps 5 --num_train_epochs 1", "max_steps overrides it"),
         ("--tuner_type full --lora_rank 4 --target_modules q_proj", "lora_rank, target_modules do nothing with"),
@@ -45,10 +47,21 @@ def test_said(words, note):
         "--decay_ratio 0.1 --lr_scheduler_type wsd",
         "--lora_rank 4 --lora_dropout 0 --target_modules q_proj",
         "--warmup_ratio 0 --warmup_steps 3",
+        "--eval_strategy no",
+        "--eval_steps 5 --eval_strategy steps --split_dataset_ratio 0.1",
+        "--eval_steps 5 --val_dataset rows.jsonl",
     ],
 )
 def test_not_said(words):
     assert notes(words) == []
+
+
+def test_a_flag_that_shortens_the_run_of_a_file_is_meant(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("num_train_epochs: 2\n")
+    assert notes(f"{file} --max_steps 5") == []
+    file.write_text("max_steps: 5\n")
+    assert notes(f"{file} --num_train_epochs 2") == ["note: num_train_epochs does nothing: max_steps overrides it"]
 
 
 def test_pt_is_full_by_default():

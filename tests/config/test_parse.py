@@ -82,6 +82,7 @@ def test_typed_exactly():
             ["--learning_rate", "fast"],
             "--learning_rate: 'fast' is not a number\n  fix:   for example --learning_rate 1e-4",
         ),
+        (["--max_steps", "two"], "fix:   for example --max_steps 100"),
         (["--learning_rate", "nan"], "'nan' is not a number"),
         (["--save_strategy", "step"], "did you mean steps? choose from: no, steps, epoch"),
         (["--packing", "maybe"], "'maybe' is not true or false"),
