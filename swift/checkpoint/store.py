@@ -22,14 +22,12 @@ from safetensors.torch import load_file, save_file
 
 from swift.checkpoint.lock import alone
 from swift.core.errors import CheckpointError, SwiftError
-from swift.core.files import disk_error, fsync_dir, fsync_tree, human_bytes
+from swift.core.files import FULL_DISK_FIX, disk_error, fsync_dir, fsync_tree, human_bytes, is_disk_fault
 
 MANIFEST = "complete.json"
 SUPERSEDED = "superseded"
 LINKS = ("last", "best")
 _NAME = re.compile(r"checkpoint-(\d+)$")
-_RUST_IO = re.compile(r"\(os error \d+\)|I/O error")
-_TORCH_IO = re.compile(r"PytorchStreamWriter|enforce fail at inline_container|No space left|file write failed")
 _ASIDE = re.compile(r"\.checkpoint-\d+\.(writing|removing)$")
 
 
@@ -71,26 +69,10 @@ def save_checkpoint(
         _put_in_place(aside, final)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
-        if _is_disk_fault(error):
+        if is_disk_fault(error):
             raise _full_disk(final, needed_bytes, error) from error
         raise
     return Checkpoint(final, step)
-
-
-def _is_disk_fault(error: BaseException) -> bool:
-    """Whether the file system refused, by what the libraries that write files raise then.
-
-    torch raises RuntimeError, safetensors an error of its own and tokenizers a plain Exception; only the text tells
-    them from programming errors of the same types.
-    """
-    if isinstance(error, OSError):
-        return True
-    words = str(error)
-    if isinstance(error, SafetensorError):
-        return bool(_RUST_IO.search(words))
-    if isinstance(error, RuntimeError):
-        return bool(_TORCH_IO.search(words))
-    return type(error) is Exception and bool(_RUST_IO.search(words))
 
 
 def _put_in_place(aside: Path, final: Path) -> None:
@@ -112,7 +94,8 @@ def _full_disk(path: Path, needed_bytes: int, cause: object) -> SwiftError:
     refused = disk_error(path, needed_bytes, cause)
     intact = [c.path.name for c in list_checkpoints(path.parent)]
     kept = f"; intact: {', '.join(intact)}" if intact else "; there was no earlier checkpoint"
-    return CheckpointError(refused.message, where=f"{refused.where}{kept}", fix=refused.fix)
+    fewer = "; --save_total_limit N keeps fewer checkpoints" if refused.fix == FULL_DISK_FIX else ""
+    return CheckpointError(refused.message, where=f"{refused.where}{kept}", fix=f"{refused.fix}{fewer}")
 
 
 def describe_files(folder: Path) -> dict[str, dict[str, int]]:

@@ -15,7 +15,7 @@ from swift.config.fields import setting
 from swift.config.model import ModelConfig
 from swift.config.parse import names_config_file, parse_command_line, require_choice
 from swift.core.errors import UsageError
-from swift.core.files import write_atomic
+from swift.core.files import disk_errors, write_atomic
 
 if TYPE_CHECKING:
     from swift.data.encode import ChatEncoder
@@ -90,7 +90,8 @@ def _check(arguments: list[str]) -> int:
 
     folder = Path(config.check.report_dir) if config.check.report_dir else None
     if folder:
-        folder.mkdir(parents=True, exist_ok=True)
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
     report = run_check(config.data, config.template, encoder, seed=config.training.seed, run_dir=folder)
     as_json = json.dumps(report.summary(), ensure_ascii=False, indent=2)
     if folder:

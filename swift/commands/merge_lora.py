@@ -20,10 +20,9 @@ def main(config: MergeLoraConfig) -> int:
     """Run the command; prints what was compared and what to type next."""
     report = merge_lora(config)
     merged, written = report.merged, report.written
-    log.info("merged %s into %s", report.adapter, report.base)
+    log.info("merged %s with %s, wrote %s", report.adapter, report.base, report.output)
     log.info("  logits after merging: %s", _numbers(merged))
     log.info("  logits of the %s files: %s, allowed %.0e", report.dtype, _numbers(written), report.tolerance)
-    log.info("wrote %s", report.output)
     log.info("next: swift infer --model %s", report.output)
     return 0
 

@@ -190,7 +190,8 @@ class Ledger:
         return DataError(
             f"{self.bad} of {self.read} rows are bad; --max_bad_rows allows {allowed}" + "".join(lines),
             where=str(self.problems[reasons.most_common(1)[0][0]][0][0]),
-            fix="repair or remove them (`swift data check FILE` lists them all), or raise --max_bad_rows",
+            fix="repair or remove them (`swift data check FILE --report_dir DIR` writes them all), "
+            "or raise --max_bad_rows",
         )
 
     def close(self) -> None:

@@ -41,6 +41,7 @@ _ALL = (
 )
 
 
+_NUL_FIX = r"remove it (in JSON it is written \u0000), or the row"
 _PREFERENCE_FIX = 'this is a preference row; to train on the better answer: --columns \'{"chosen": "messages"}\''
 
 
@@ -77,8 +78,28 @@ def normalise_row(record: dict[str, Any], ref: RowRef, options: RowOptions) -> t
         _check_conversation(row.messages, set(columns.values), options.need_answer)
     elif not row.text.strip():
         raise RowProblem("empty", "the text is empty")
+    _refuse_nul(row)
     row.extra = columns.rest()
     return row, set(row.extra) | columns.unused
+
+
+def _refuse_nul(row: Row) -> None:
+    """NUL written as an escape (`\\u0000`) is as little a character of a text as the byte itself."""
+    if row.text is not None and _has_nul(row.text):
+        raise RowProblem("nul_byte", "the text holds a NUL character", _NUL_FIX)
+    for number, message in enumerate(row.messages, 1):
+        if _has_nul(message):
+            raise RowProblem("nul_byte", f"message {number} ({message['role']}) holds a NUL character", _NUL_FIX)
+    if _has_nul(row.tools):
+        raise RowProblem("nul_byte", "the tools hold a NUL character", _NUL_FIX)
+
+
+def _has_nul(value: Any) -> bool:
+    if isinstance(value, str):
+        return "\0" in value
+    if isinstance(value, dict):
+        return any(_has_nul(key) or _has_nul(item) for key, item in value.items())
+    return isinstance(value, list) and any(map(_has_nul, value))
 
 
 class _Columns:

@@ -24,7 +24,7 @@ from torch import nn
 from swift.config.inference import MergeConfig
 from swift.config.model import ModelConfig
 from swift.core.errors import ModelError, UsageError
-from swift.core.files import disk_errors, fsync_dir, fsync_tree
+from swift.core.files import disk_errors, fsync_dir, fsync_tree, is_disk_fault, require_space
 from swift.models.adapters import Swift, read_adapter_config
 from swift.models.hub import TOKENIZER_FILES, check_model_folder, is_adapter_folder
 from swift.models.loading import load_model, load_tokenizer
@@ -96,7 +96,7 @@ def merge_adapter(
         ModelError: the adapter doesn't fit or can't be merged, or the logits differ by more than the tolerance; nothing
             is written then.
         UsageError: `output` is in the way.
-        SwiftError: the disk is full.
+        SwiftError: the disk is full, as seen before the merge or while writing.
     """
     _check_output(base, adapter, output, merge_config.exist_ok)
     settings = read_adapter_config(adapter)
@@ -108,6 +108,7 @@ def merge_adapter(
     tokenizer = load_tokenizer(adapter if has_tokenizer else base, model_config)
     dtype = _stored_dtype(base, model_config)
     model: Any = load_model(base, model_config, dtype=torch.float32, tokenizer=tokenizer)
+    require_space(output, sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize)
     model = Swift.from_pretrained(model, adapter)
     probes = probe_tokens(tokenizer, model.get_base_model().get_input_embeddings().weight.shape[0])
     expected = probe_logits(model, probes)
@@ -272,7 +273,9 @@ def _write(model: Any, tokenizer: Any, base: Path, folder: Path, max_shard_size:
         with quiet_transformers():
             try:
                 model.save_pretrained(str(folder), max_shard_size=max_shard_size)
-            except (RuntimeError, ValueError) as error:  # safetensors reports a full disk as text
+            except (RuntimeError, ValueError) as error:
+                if is_disk_fault(error):
+                    raise
                 raise ModelError(f"the merged model can't be written to {folder.parent}: {error}") from error
             tokenizer.save_pretrained(str(folder))
         for code in base.glob("*.py"):  # models that come with their own code

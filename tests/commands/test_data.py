@@ -155,3 +155,10 @@ def test_help(words):
     with pytest.raises(HelpRequested) as request:
         main(words)
     assert "swift data" in request.value.text
+
+
+def test_a_report_folder_that_can_t_be_made_is_named(bad_data, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(SwiftError, match="could not write") as caught:
+        main(["check", bad_data, "--report_dir", str(tmp_path / "file/report")])
+    assert str(tmp_path / "file/report") in caught.value.message

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from swift.core.errors import CheckpointError, UsageError
+from swift.config.inference import GenerationConfig
+from swift.core.errors import CheckpointError, SwiftError, UsageError
+from swift.inference.batch import BatchJob
 from swift.inference.results import ResultFile, Share, merge_parts, meta_path, part_path, read_meta, unfinished_results
 
 SETTINGS = {"model": "m", "seed": 1}
@@ -128,3 +130,17 @@ def test_a_part_that_ends_early_is_noticed(tmp_path):
     with pytest.raises(CheckpointError, match="row 5 is missing"):
         merge_parts(path, SETTINGS, 2)
     assert not path.exists()
+
+
+def test_a_place_that_can_t_be_written_is_found_before_the_model_is_loaded(tmp_path):
+    (tmp_path / "file").write_text("x")
+
+    def load():
+        raise AssertionError("the model was loaded")
+
+    for path in (tmp_path / "file/results.jsonl", tmp_path / "file/far/results.jsonl", tmp_path):
+        job = BatchJob(
+            encoder=None, load_engine=load, generation=GenerationConfig(), inputs=None, settings=SETTINGS, path=path
+        )
+        with pytest.raises(SwiftError, match="could not write"):
+            job.run()

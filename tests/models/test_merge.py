@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures import build_tiny_model
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from swift.config.inference import MergeConfig
 from swift.config.model import ModelConfig
 from swift.config.tuner import TunerConfig
-from swift.core.errors import ModelError, UsageError
+from swift.core.errors import ModelError, SwiftError, UsageError
 from swift.models.adapters import Swift
 from swift.models.loading import load_model, load_tokenizer
 from swift.models.merge import compare, merge_adapter
@@ -245,3 +246,23 @@ def test_the_base_is_not_touched(tmp_path):
     assert all(
         (base / path).read_bytes() == (tmp_path / "kept" / path).read_bytes() for path in tree(tmp_path / "kept")
     )
+
+
+def test_a_full_disk_is_an_error_with_advice(tmp_path, monkeypatch):
+    base = build_tiny_model(tmp_path / "base")
+    make_adapter(base, tmp_path / "adapter")
+    real = shutil.disk_usage
+    with monkeypatch.context() as small:
+        small.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
+        with pytest.raises(SwiftError, match="not enough free space") as caught:
+            merge(base, tmp_path / "adapter", tmp_path / "merged")
+        assert "free space" in caught.value.fix
+
+    def refuse(*_, **__):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", refuse)
+    with pytest.raises(SwiftError, match="could not write") as caught:
+        merge(base, tmp_path / "adapter", tmp_path / "merged")
+    assert "free space" in caught.value.fix
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
