@@ -69,8 +69,10 @@ def save_checkpoint(
         _put_in_place(aside, final)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
-        if is_disk_fault(error):
-            raise _full_disk(final, needed_bytes, error) from error
+        # a writer may have told it already, of the unfinished folder, which is gone
+        cause = error.__cause__ if isinstance(error, SwiftError) and error.__cause__ else error
+        if is_disk_fault(cause):
+            raise _full_disk(final, needed_bytes, cause) from error
         raise
     return Checkpoint(final, step)
 
