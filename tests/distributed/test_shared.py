@@ -23,8 +23,8 @@ except UsageError as error:
 (here / "file").touch()
 try:
     shared_folder(group, here / "file" / "run")
-except OSError as error:
-    answers.append(type(error).__name__)
+except SwiftError as error:
+    answers.append("could not write" in error.message)
 print(json.dumps(answers))
 group.close()
 """
@@ -32,7 +32,7 @@ group.close()
 
 def test_two_ranks_tell_a_common_folder_from_two_of_the_same_name(tmp_path):
     answers = on_two_ranks(BODY, tmp_path, LOCAL_WORLD_SIZE="2")
-    assert answers == [[True, False, True, "NotADirectoryError"]] * 2
+    assert answers == [[True, False, True, True]] * 2
     assert not list(tmp_path.rglob(".shared-*"))
 
 
