@@ -14,8 +14,9 @@ from swift.config.data import DataConfig, TemplateConfig
 from swift.config.fields import setting
 from swift.config.model import ModelConfig
 from swift.config.parse import names_config_file, parse_command_line, require_choice
-from swift.core.errors import UsageError
+from swift.core.errors import DataError, UsageError
 from swift.core.files import disk_errors, write_atomic
+from swift.data.sources import resolve_rows
 
 if TYPE_CHECKING:
     from swift.data.encode import ChatEncoder
@@ -85,6 +86,7 @@ def main(arguments: list[str]) -> int:
 
 def _check(arguments: list[str]) -> int:
     config = _parse(CheckConfig, CheckHelp, arguments, "data check", "FILE ... [--model M] [--flag value ...]")
+    _require_files(config.data)
     encoder = _encoder(config, config.template) if config.model.model else None
     from swift.data.check import run_check
 
@@ -100,6 +102,14 @@ def _check(arguments: list[str]) -> int:
     return report.exit_code
 
 
+def _require_files(data: DataConfig) -> None:
+    """A name that can't be meant is a wrong request, as in the training commands: nothing was started."""
+    try:
+        resolve_rows(data)
+    except DataError as error:
+        raise UsageError(error.message, where=error.where, fix=error.fix) from error
+
+
 def _preview(arguments: list[str]) -> int:
     usage = "FILE ... --model M [--n 3] [--html out.html] [--flag value ...]"
     config = _parse(PreviewConfig, PreviewHelp, arguments, "data preview", usage)
@@ -107,6 +117,7 @@ def _preview(arguments: list[str]) -> int:
         raise UsageError("a preview needs a tokenizer", where="--model", fix="--model FOLDER, a hub id, or smollm2")
     if config.preview.n < 1:
         raise UsageError(f"--n is {config.preview.n}: nothing would be shown", where="--n", fix="--n 3")
+    _require_files(config.data)
     encoder = _encoder(config, config.template)
     from rich.console import Console
 

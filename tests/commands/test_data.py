@@ -162,3 +162,10 @@ def test_a_report_folder_that_can_t_be_made_is_named(bad_data, tmp_path):
     with pytest.raises(SwiftError, match="could not write") as caught:
         main(["check", bad_data, "--report_dir", str(tmp_path / "file/report")])
     assert str(tmp_path / "file/report") in caught.value.message
+
+
+def test_a_missing_file_is_a_wrong_request(tmp_path, capfd):
+    from swift.cli import main as swift
+
+    assert swift(["data", "check", str(tmp_path / "nothere.jsonl")]) == 2
+    assert "nothere.jsonl" in capfd.readouterr().err
