@@ -96,9 +96,10 @@ def _conversation(record: dict[str, Any], doc_id: str, column: str) -> Document:
         role = message.get("role", message.get("from"))
         key = "content" if "content" in message else "value"
         if isinstance(role, str):
-            pairs = [(key, ROLE_ALIASES.get(role, role))] if isinstance(message.get(key), str) else []
+            known_role = ROLE_ALIASES.get(role) or role
+            pairs = [(key, known_role)] if isinstance(message.get(key), str) else []
         else:  # {"human": …, "assistant": …}
-            pairs = [(name, ROLE_ALIASES.get(name, name)) for name, value in message.items() if isinstance(value, str)]
+            pairs = [(name, ROLE_ALIASES.get(name) or name) for name, value in message.items() if isinstance(value, str)]
         for name, known in pairs:
             paths.append((column, number, name))
             texts.append(message[name])
