@@ -2,7 +2,9 @@
 
 The head is applied to a chunk of tokens at a time; the chunk's loss and its gradients with respect to the hidden
 states, the matrix and the bias are taken at once, in the forward pass, and the logits are forgotten. The backward pass
-only multiplies by the incoming gradient. The arithmetic is the exact one; memory is one chunk of logits.
+only multiplies by the incoming gradient. The arithmetic is the exact one; memory is one chunk of logits. A frozen head
+on a CPU in full precision needs even less, and a fifth less time: `vocab_stream` (in half precision, dz must be rounded
+as a whole, which a pass in blocks can't do).
 
 With logits z = cap * tanh(scale * (W h + b) / cap), p = softmax(z), target y, smoothing e over V classes and weight w:
 
@@ -21,6 +23,7 @@ import torch
 
 from swift.models.gemm import times, times_transposed
 from swift.models.head import OutputHead
+from swift.objectives.vocab_stream import ROWS, summarize_vocabulary
 
 
 class TokenLoss(NamedTuple):
@@ -65,6 +68,23 @@ def token_loss_and_gradient(
     total = probabilities.sum(dim=1, keepdim=True)
     logsumexp = (total.log() + peak).squeeze(1)
     probabilities.div_(total)
+    sums, factor = _weighted_sums(logsumexp, target_logit, mean_logit, weights, options)
+    gradient = probabilities
+    if options.smoothing:
+        gradient -= options.smoothing / gradient.shape[1]
+    gradient[row, targets] -= 1 - options.smoothing
+    gradient *= factor[:, None]
+    return LossSums(*sums, (guess.squeeze(1) == targets).sum()), gradient
+
+
+def _weighted_sums(
+    logsumexp: torch.Tensor,
+    target_logit: torch.Tensor,
+    mean_logit: torch.Tensor | None,
+    weights: torch.Tensor,
+    options: TokenLoss,
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """(sum of losses, sum of plain ones), and the factor w * c of each token; all arguments [tokens]."""
     nll = logsumexp - target_logit
     loss = nll
     if mean_logit is not None:
@@ -73,12 +93,44 @@ def token_loss_and_gradient(
     plain = (factor * nll).sum()
     if options.dft:
         factor = factor * torch.exp(-nll)
-    gradient = probabilities
-    if options.smoothing:
-        gradient -= options.smoothing / gradient.shape[1]
-    gradient[row, targets] -= 1 - options.smoothing
-    gradient *= factor[:, None]
-    return LossSums((factor * loss).sum(), plain, (guess.squeeze(1) == targets).sum()), gradient
+    return ((factor * loss).sum(), plain), factor
+
+
+class _Frozen(NamedTuple):
+    """A frozen head: z = scale * (matrix h + bias)."""
+
+    matrix: torch.Tensor
+    bias: torch.Tensor | None
+    scale: float
+
+
+def _stream(
+    hidden: torch.Tensor,
+    head: _Frozen,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    options: TokenLoss,
+    chunk: int,
+    learning: bool,
+) -> tuple[LossSums, torch.Tensor | None]:
+    """Sums over `batch` (targets, weights); when learning, the gradient with respect to `hidden` [tokens, hidden]."""
+    matrix, bias, scale = head
+    average = matrix.mean(0) if options.smoothing else None
+    gradients, parts = [], []
+    for states, targets, weights in zip(hidden.split(chunk), *(t.split(chunk) for t in batch), strict=True):
+        summary = summarize_vocabulary(states, matrix, bias, targets, scale=scale, gradient=learning)
+        mean_logit = None
+        if average is not None:
+            mean_logit = (states @ average + (0.0 if bias is None else bias.mean())) * scale
+        sums, factor = _weighted_sums(summary.logsumexp, summary.target_logit, mean_logit, weights, options)
+        parts.append(LossSums(*sums, (summary.guess == targets).sum()))
+        gradient = summary.mean_row
+        if gradient is not None:
+            gradient.sub_(matrix[targets], alpha=1 - options.smoothing)
+            if average is not None:
+                gradient.sub_(average, alpha=options.smoothing)
+            gradients.append(gradient.mul_(factor[:, None] * scale))
+    total = LossSums(*(torch.stack(column).sum(0) for column in zip(*parts, strict=True)))
+    return total, torch.cat(gradients) if gradients else None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -87,7 +139,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets, token_weights = batch
         scale, softcap, options, chunk, learning = head_options
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
         matrix = weight.to(hidden.dtype)
+        trains_head = learning and any(ctx.needs_input_grad[1:3])
+        if hidden.dtype == wide and hidden.device.type == "cpu" and softcap is None and not trains_head:
+            frozen = _Frozen(matrix, None if bias is None else bias.to(wide), scale)
+            total, gradient = _stream(
+                hidden, frozen, batch, options, chunk or ROWS, learning and ctx.needs_input_grad[0]
+            )
+            ctx.grads = [gradient, None, None]
+            ctx.mark_non_differentiable(total.nll, total.num_correct)
+            return tuple(total)
+        chunk = chunk_rows(len(weight), chunk, device_type=hidden.device.type)
         grad_hidden = torch.empty_like(hidden) if learning and ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if learning and ctx.needs_input_grad[1] else None
         needs_bias = learning and bias is not None and ctx.needs_input_grad[2]
@@ -124,7 +187,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 else:
                     grad_weight += gradient.T @ hidden[rows]
         ctx.grads = [grad_hidden, grad_weight, grad_bias]
-        ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.mark_non_differentiable(num_correct)
         nll = sums[1].clone()
         ctx.mark_non_differentiable(nll)
@@ -164,7 +226,6 @@ def linear_cross_entropy(
     if head.plain:
         module = head.module
         assert isinstance(module, torch.nn.Linear)  # what `plain` means
-        rows = chunk_rows(module.out_features, chunk, device_type=hidden.device.type)
         learning = torch.is_grad_enabled()  # inside the function it never is
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
@@ -175,7 +236,7 @@ def linear_cross_entropy(
                     module.weight,
                     module.bias,
                     (targets, weights),
-                    (head.scale, head.softcap, options, rows, learning),
+                    (head.scale, head.softcap, options, chunk, learning),
                 )
             )
     return _recomputed_cross_entropy(hidden, head, (targets, weights), options, chunk or 1024)

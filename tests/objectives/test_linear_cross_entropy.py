@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from swift.models.head import OutputHead
+from swift.objectives import vocab_stream
 from swift.objectives.linear_cross_entropy import TokenLoss, linear_cross_entropy
 
 TOKENS, HIDDEN, VOCAB = 23, 16, 37
@@ -39,20 +40,25 @@ def reference(hidden, weight, bias, targets, weights, *, smoothing, dft, scale, 
         (0.0, False, 2.0, 4.0),
     ],
 )
-@pytest.mark.parametrize("plain", [True, False])
-def test_equals_the_formula_in_float64(chunk, bias, smoothing, dft, scale, softcap, plain):
+@pytest.mark.parametrize("kind", ["trained", "frozen", "recomputed"])
+def test_equals_the_formula_in_float64(chunk, bias, smoothing, dft, scale, softcap, kind, monkeypatch):
+    monkeypatch.setattr(vocab_stream, "BLOCK", 8)  # a frozen head's vocabulary is taken in blocks, the last one short
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64, requires_grad=True)
     module = nn.Linear(HIDDEN, VOCAB, bias=bias).double()
     targets = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
     weights = torch.rand(TOKENS, generator=generator).double()
     head = OutputHead(module, scale, softcap)
-    if not plain:
+    if kind == "recomputed":
         module.register_forward_hook(lambda *_: None)
-    assert head.plain is plain
+    assert head.plain is (kind != "recomputed")
+    module.requires_grad_(kind != "frozen")
     sums = linear_cross_entropy(hidden, head, targets, weights, TokenLoss(smoothing, dft), chunk=chunk)
     (3.0 * sums.loss).backward()
     got = [hidden.grad, module.weight.grad, *([module.bias.grad] if bias else [])]
+    if kind == "frozen":
+        assert got[1:] == [None] * len(got[1:])
+        got = got[:1]
 
     twin = hidden.detach().clone().requires_grad_()
     parameters = [twin, *(p.detach().clone().requires_grad_() for p in module.parameters())]
@@ -62,7 +68,7 @@ def test_equals_the_formula_in_float64(chunk, bias, smoothing, dft, scale, softc
     )  # fmt: skip
     (3.0 * expected).backward()
     torch.testing.assert_close(sums.loss, expected.detach(), rtol=1e-12, atol=1e-12)
-    for ours, theirs in zip(got, parameters, strict=True):
+    for ours, theirs in zip(got, parameters[: len(got)], strict=True):
         torch.testing.assert_close(ours, theirs.grad, rtol=1e-10, atol=1e-12)
     logits = head.logits(hidden.detach())
     assert sums.num_correct == (logits.argmax(1) == targets).sum()
@@ -92,3 +98,28 @@ def test_never_holds_all_logits(monkeypatch):
     targets = torch.randint(0, 1000, (512,))
     linear_cross_entropy(hidden, OutputHead(module), targets, torch.ones(512), chunk=32).loss.backward()
     assert 32 * 1000 <= largest < 512 * 1000
+
+
+@pytest.mark.parametrize("largest", [0, 700], ids=["first block", "later block"])
+def test_a_frozen_head_stays_finite_where_exponentials_overflow(largest, monkeypatch):
+    monkeypatch.setattr(vocab_stream, "BLOCK", 100)
+    module = nn.Linear(HIDDEN, 1000, bias=False).requires_grad_(False)
+    module.weight[largest] = 40.0
+    hidden = torch.ones(3, HIDDEN, requires_grad=True)
+    targets = torch.tensor([largest, 5, 999])
+    sums = linear_cross_entropy(hidden, OutputHead(module), targets, torch.ones(3))
+    sums.loss.backward()
+    expected = nn.functional.cross_entropy(module(hidden.detach()), targets, reduction="sum")
+    torch.testing.assert_close(sums.loss, expected)
+    torch.testing.assert_close(hidden.grad, module.weight[largest] - module.weight[targets])
+    assert sums.num_correct == 1
+
+
+def test_a_frozen_head_is_measured_the_same_without_a_gradient():
+    module = nn.Linear(HIDDEN, VOCAB).requires_grad_(False)
+    hidden, targets = torch.randn(TOKENS, HIDDEN), torch.randint(0, VOCAB, (TOKENS,))
+    arguments = OutputHead(module), targets, torch.rand(TOKENS)
+    learning = linear_cross_entropy(hidden.clone().requires_grad_(), *arguments)
+    with torch.no_grad():
+        measuring = linear_cross_entropy(hidden, *arguments)
+    assert all(torch.equal(a, b) for a, b in zip(learning, measuring, strict=True))
