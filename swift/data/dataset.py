@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from array import array
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -25,6 +26,7 @@ from swift.data.pipeline import Chunk, ChunkResult, Encoder, Task, Workers
 from swift.data.rows import RowRef
 from swift.data.selection import TRAIN, VALIDATION, Progress, data_rng, iter_rows, open_source, row_options
 from swift.data.sources import Source, resolve_sources
+from swift.data.token_shards import REF, Examples, ShardWriter
 from swift.data.token_store import TokenDataset
 
 __all__ = ["Prepared", "Progress", "TokenDataset", "data_fingerprint", "iter_rows", "load_prepared", "prepare_datasets"]
@@ -47,11 +49,16 @@ class Prepared:
     fingerprint: str
 
     def save(self, folder: Path) -> None:
-        """Write everything to a folder, for `load_prepared`; the last file written marks it complete."""
+        """Write everything to a folder, for `load_prepared`; the last file written marks it complete.
+
+        What `prepare_datasets` stored in a sub-folder of it isn't copied.
+        """
         (folder / "prepared.json").unlink(missing_ok=True)
-        self.train.save(folder / TRAIN)
-        if self.val is not None:
-            self.val.save(folder / VALIDATION)
+        for name, dataset in ((TRAIN, self.train), (VALIDATION, self.val)):
+            if dataset is not None and all(s.path and folder in s.path.parents for s, _ in dataset.shards):
+                dataset.save_view(folder / name)
+            elif dataset is not None:
+                dataset.save(folder / name)
         meta = {"fingerprint": self.fingerprint, "validation": self.val is not None, "ledger": self.ledger.summary()}
         write_atomic(folder / "prepared.json", json.dumps(meta, ensure_ascii=False))
 
@@ -85,6 +92,7 @@ def prepare_datasets(
     *,
     seed: int,
     run_dir: Path | None = None,
+    store: Path | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Prepared:
     """Read and encode `--dataset` and `--val_dataset`.
@@ -95,6 +103,8 @@ def prepare_datasets(
         encoder: row -> examples; pickled when `dataset_num_proc` is above 1.
         seed: of sampling and splitting, unless `data_seed` is set.
         run_dir: where `ledger.jsonl` goes.
+        store: a folder for the tokens, written as they come and mapped; None keeps them in memory. What is there of
+            an earlier try is replaced.
         progress: called after each chunk of some hundred rows.
 
     Raises:
@@ -107,7 +117,7 @@ def prepare_datasets(
         strict=data.strict,
         max_bad_rows=data.max_bad_rows,
     )
-    builder = _Builder(data, encoder, ledger, seed)
+    builder = _Builder(data, encoder, ledger, seed, store)
     builder.progress = Progress(progress, [*sources, *val_sources])
     try:
         with builder.workers:
@@ -118,7 +128,7 @@ def prepare_datasets(
         _check_columns(data, builder.columns)
         if data.split_dataset_ratio > 0:
             train, val = builder.split(train)
-        datasets = {TRAIN: train.dataset, **({VALIDATION: val.dataset} if val else {})}
+        datasets = {TRAIN: train, **({VALIDATION: val} if val is not None else {})}
         for name, dataset in datasets.items():
             ledger.totals[name] = {
                 "examples": len(dataset),
@@ -128,7 +138,7 @@ def prepare_datasets(
     finally:
         ledger.close()
     fingerprint = data_fingerprint(data, template, encoder, seed)
-    return Prepared(train.dataset, val.dataset if val else None, ledger, fingerprint)
+    return Prepared(train, val, ledger, fingerprint)
 
 
 def data_fingerprint(data: DataConfig, template: TemplateConfig, encoder: Encoder, seed: int) -> str:
@@ -147,104 +157,125 @@ def data_fingerprint(data: DataConfig, template: TemplateConfig, encoder: Encode
 # --- building ---
 
 
-@dataclass
-class _Part:
-    """Examples of one split and, for each, the number of the row that it came from."""
-
-    dataset: TokenDataset
-    row_ids: np.ndarray
-
-
 def _ints() -> array[int]:
     return array("q")  # 8 bytes a row; a list would take 36
 
 
 @dataclass
 class _Collected:
-    """Pieces of one split as they come."""
+    """Examples of one split as they come: into shards, or held in memory.
 
-    ids: list[np.ndarray] = field(default_factory=list)
-    weights: list[np.ndarray] = field(default_factory=list)
-    lengths: array[int] = field(default_factory=_ints)
-    lines: array[int] = field(default_factory=_ints)
-    file_ids: array[int] = field(default_factory=_ints)
-    row_ids: array[int] = field(default_factory=_ints)
-    order: array[int] = field(default_factory=_ints)
+    Attributes:
+        examples, rows: so far. row_ids: for each example of a source that has a `#n`, its row.
+        order: pieces of the order in which examples count.
+    """
+
+    writer: ShardWriter | None = None
+    pieces: list[Examples] = field(default_factory=list)
     files: dict[str, int] = field(default_factory=dict)
+    examples: int = 0
     rows: int = 0
+    row_ids: array[int] = field(default_factory=_ints)
+    order: list[np.ndarray] = field(default_factory=list)
+
+    def add(self, piece: Examples) -> None:
+        if self.writer:
+            self.writer.add(piece)
+        else:
+            self.pieces.append(piece)
+        self.examples += len(piece.lengths)
+
+    def dataset(self) -> TokenDataset:
+        """All examples, in order."""
+        if self.writer:
+            self.writer.close(list(self.files), {})
+            whole = TokenDataset.load(self.writer.folder)
+        else:
+            whole = TokenDataset.from_examples(self.pieces, list(self.files))
+        order = np.concatenate(self.order)
+        return whole if len(order) == len(whole) else whole.select(order)
 
 
 class _Builder:
     """Runs the sources of both splits through the pipeline and into the ledger."""
 
-    def __init__(self, data: DataConfig, encoder: Encoder, ledger: Ledger, seed: int) -> None:
+    def __init__(self, data: DataConfig, encoder: Encoder, ledger: Ledger, seed: int, store: Path | None) -> None:
         self.data = data
+        self.encoder = encoder
         self.workers = Workers(Task(row_options(data, need_answer=True), encoder), data.dataset_num_proc)
         self.ledger = ledger
         self.seed = seed
+        self.store = store
         self.columns: set[str] = set()
         self.progress = Progress(None, [])
 
-    def build(self, split: str, sources: list[Source], template: TemplateConfig) -> _Part:
+    def build(self, split: str, sources: list[Source], template: TemplateConfig) -> TokenDataset:
         """All sources of a split, one after another."""
         collected = _Collected()
-        for number, source in enumerate(sources):
-            rng = data_rng(self.data, self.seed, int(split == VALIDATION), number)
-            self._add(split, source, rng, collected)
-        refs = (np.asarray(collected.file_ids), np.asarray(collected.lines), list(collected.files))
-        if not collected.lengths:
-            raise _nothing_left(split, self.ledger, template)
-        dataset = TokenDataset.from_parts(collected.ids, collected.weights, np.asarray(collected.lengths), refs)
-        row_ids = np.asarray(collected.row_ids)
-        if len(collected.order) != len(dataset):  # something is repeated
-            order = np.asarray(collected.order)
-            dataset, row_ids = dataset.select(order), row_ids[order]
-        return _Part(dataset, row_ids)
+        if self.store is not None:
+            folder = self.store / f"{split}-tokens"
+            shutil.rmtree(folder, ignore_errors=True)
+            collected.writer = ShardWriter(folder, self.encoder.vocab_size)
+        try:
+            for number, source in enumerate(sources):
+                rng = data_rng(self.data, self.seed, int(split == VALIDATION), number)
+                self._add(split, source, rng, collected)
+            if not collected.examples:
+                raise _nothing_left(split, self.ledger, template)
+            return collected.dataset()
+        finally:
+            if collected.writer:
+                collected.writer.drop()
 
     def _add(self, split: str, source: Source, rng: np.random.Generator, collected: _Collected) -> None:
         tally = self.ledger.begin(split, source.text)
         reading = open_source(source, self.data, rng)
-        first, row_base = len(collected.lengths), collected.rows
+        counted = reading.choice.count is not None
+        first, row_base = collected.examples, collected.rows
+        collected.row_ids = _ints()
         for chunk, result in self.workers.run(reading.chunks()):
-            self._take(chunk, result, tally, collected)
+            self._take(chunk, result, tally, collected, counted=counted)
             self.progress.add(len(chunk.rows), reading)
         self.progress.finish(source)
         tally.blank = reading.blank
         for note in reading.notes:
             self.ledger.note(note)
-        last = len(collected.lengths)
-        collected.order.extend(range(first, last))
+        collected.order.append(np.arange(first, collected.examples, dtype=np.int64))
         again = reading.choice.repetitions(collected.rows - row_base, rng)
         if again:
             tally.repeated = len(again)
             examples_of: dict[int, list[int]] = {}
-            for index in range(first, last):
-                examples_of.setdefault(collected.row_ids[index] - row_base, []).append(index)
-            for row in again:
-                collected.order.extend(examples_of.get(row, []))
+            for index, row in enumerate(collected.row_ids, first):
+                examples_of.setdefault(row - row_base, []).append(index)
+            repeated = [index for row in again for index in examples_of.get(row, [])]
+            collected.order.append(np.array(repeated, dtype=np.int64))
 
-    def _take(self, chunk: Chunk, result: ChunkResult, tally: SourceTally, collected: _Collected) -> None:
+    def _take(
+        self, chunk: Chunk, result: ChunkResult, tally: SourceTally, collected: _Collected, *, counted: bool
+    ) -> None:
         file_id = collected.files.setdefault(chunk.file, len(collected.files))
+        lengths: list[int] = []
+        refs: list[tuple[int, int]] = []
         for row in result.rows:
             ref = RowRef(chunk.file, row.line)
             if row.problem:
                 self.ledger.drop(tally, ref, row.problem)
             else:
                 self.ledger.keep(tally, ref, examples=len(row.lengths), tokens_cut=row.truncated)
-                for length in row.lengths:
-                    collected.lengths.append(length)
-                    collected.lines.append(row.line)
-                    collected.file_ids.append(file_id)
-                    collected.row_ids.append(collected.rows)
+                lengths += row.lengths
+                refs += [(row.line, file_id)] * len(row.lengths)
+                if counted:
+                    collected.row_ids.extend([collected.rows] * len(row.lengths))
             collected.rows += 1
         self.ledger.take_totals(tally, result)
         self.columns |= result.columns
-        collected.ids.append(result.input_ids)
-        collected.weights.append(result.loss_weights)
+        rows = np.array(refs, dtype=REF)
+        collected.add(Examples(result.input_ids, result.loss_weights, np.array(lengths, np.int64), rows))
 
-    def split(self, train: _Part) -> tuple[_Part, _Part]:
+    def split(self, train: TokenDataset) -> tuple[TokenDataset, TokenDataset]:
         """Set a share of the rows aside; all examples and repetitions of a row stay on one side."""
-        rows = np.unique(train.row_ids)
+        row_ids = train.row_numbers()
+        rows = np.unique(row_ids)
         wanted = max(1, round(len(rows) * self.data.split_dataset_ratio))
         if wanted >= len(rows):
             raise DataError(
@@ -257,16 +288,12 @@ class _Builder:
             aside = rng.choice(rows, wanted, replace=False)
         else:
             aside = rows[-wanted:]
-        is_aside = np.isin(train.row_ids, aside)
+        is_aside = np.isin(row_ids, aside)
         keep = np.flatnonzero(~is_aside)
-        # a repeated row is evaluated once: its first examples, those that start at a new place
         held = np.flatnonzero(is_aside)
-        _, first = np.unique(train.dataset.starts[held], return_index=True)
+        _, first = np.unique(train.places[held], return_index=True)  # a repeated row is evaluated once
         held = held[np.sort(first)]
-        return (
-            _Part(train.dataset.select(keep), train.row_ids[keep]),
-            _Part(train.dataset.select(held), train.row_ids[held]),
-        )
+        return train.select(keep), train.select(held)
 
 
 def _note_shared_files(train: list[Source], validation: list[Source], ledger: Ledger) -> None:

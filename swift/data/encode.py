@@ -80,6 +80,7 @@ class ChatEncoder:
         template: the chat template in force; None when rows are plain text.
         eos_token: the tokenizer's eos after the template was chosen.
         notices: what the user should be told once.
+        vocab_size: one more than the highest id.
         counts: what happened while encoding: `own_examples` (turns that became examples of their own), `masked_turns`,
             `continued_prompts` (examples that are generation prompt + answer, because the template can't show them
             whole: thoughts it always drops), `merged_borders` (answers whose first characters would merge with the
@@ -99,6 +100,7 @@ class ChatEncoder:
             )
         self.config = config if isinstance(config, TemplateConfig) else TemplateConfig(**asdict(config))
         self.tokenizer = tokenizer
+        self.vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1  # some have gaps, so not their number
         self.use_chat_template = config.use_chat_template is not False
         if self.use_chat_template and self.config.truncation_strategy == "split":
             raise UsageError(

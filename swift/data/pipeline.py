@@ -43,11 +43,13 @@ class Encoded(Protocol):
 class Encoder(Protocol):
     """What turns rows into examples (`swift.data.encode.ChatEncoder`). Sent to worker processes by pickle.
 
-    `counts` and `notices` say what happened while encoding; each chunk takes its share out of them.
+    `counts` and `notices` say what happened while encoding; each chunk takes its share out of them. Every id it gives
+    is below `vocab_size`.
     """
 
     counts: Counter[str]
     notices: list[str]
+    vocab_size: int
 
     def encode_batch(self, rows: Sequence[Row]) -> list[Any]: ...
     def fingerprint(self) -> str: ...

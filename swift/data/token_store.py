@@ -1,27 +1,23 @@
-"""Encoded examples in flat arrays, which a folder of `.npy` files can hold and the operating system can map.
+"""Encoded examples by number, whether they are in memory or in mapped shards.
 
-One array of token ids and one of loss weights hold all examples end to end; an index of (start, length, file, line)
-says which piece is which example. So a selection, a split or a repetition of rows copies no tokens, and a data set
-larger than memory is read from disk page by page.
+A data set is a list of shards (`token_shards`) and, where examples are chosen, reordered or repeated, their numbers.
+So a selection, a split or a repetition of rows copies no tokens, and a data set larger than memory is read from disk
+page by page: what is held is 4 bytes an example, and 8 more for a selection.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from swift.core.errors import DataError
-from swift.core.files import disk_errors, write_atomic
 from swift.data.rows import RowRef
+from swift.data.token_shards import REF, Examples, Shard, ShardWriter, in_memory, open_folder, write_view
 
-_FORMAT = 1
-_ARRAYS = ("input_ids", "loss_weights", "starts", "lengths", "file_ids", "lines")
+_BATCH = 1024
 
 
 class EncodedExample(Protocol):
@@ -35,40 +31,61 @@ class TokenDataset:
     """Examples by number: token ids, loss weights, and the row each came from.
 
     Args:
-        input_ids: int32 [tokens], all examples end to end.
-        loss_weights: float32 or (when every weight is 0 or 1) uint8 [tokens]; the weight of predicting a token from
-            those before it.
-        starts: int64 [n], where each example begins.
-        lengths: int32 [n], its tokens.
-        refs: file number (int32 [n]), line (int64 [n]), and the file names.
+        shards: the shards with, for each, the names of the files that its refs number.
+        order: int64, the chosen examples (counted over all shards) in their order; None for each once in turn.
+
+    Attributes:
+        lengths: int32 [n], tokens of each example.
     """
 
-    def __init__(
-        self,
-        input_ids: np.ndarray,
-        loss_weights: np.ndarray,
-        starts: np.ndarray,
-        lengths: np.ndarray,
-        refs: tuple[np.ndarray, np.ndarray, list[str]],
-    ) -> None:
-        self.input_ids = input_ids
-        self.loss_weights = loss_weights
-        self.starts = starts
-        self.lengths = lengths
-        self.file_ids, self.lines, self.files = refs
+    def __init__(self, shards: Sequence[tuple[Shard, list[str]]], order: np.ndarray | None = None) -> None:
+        self.shards = list(shards)
+        self.order = order
+        self._bounds = np.cumsum([0, *(len(shard) for shard, _ in self.shards)], dtype=np.int64)
+        lengths = [np.empty(0, np.int32), *(shard.lengths for shard, _ in self.shards)]
+        whole = lengths[1] if len(self.shards) == 1 else np.concatenate(lengths)
+        self.lengths: np.ndarray = whole if order is None else whole[order]
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids int32 [n] and loss weights float32 [n] of one example."""
-        start = int(self.starts[index])
-        end = start + int(self.lengths[index])
-        return self.input_ids[start:end], self.loss_weights[start:end].astype(np.float32, copy=False)
+        """Token ids int32 [n] and loss weights float32 [n] of one example.
+
+        Raises:
+            DataError: a shard on disk is damaged there.
+        """
+        shard, _, inside = self._locate(index)
+        return shard.example(inside)
 
     def ref(self, index: int) -> RowRef:
         """The row that an example came from."""
-        return RowRef(self.files[int(self.file_ids[index])], int(self.lines[index]))
+        shard, files, inside = self._locate(index)
+        ref = shard.refs[inside]
+        return RowRef(files[int(ref["file"])], int(ref["line"]))
+
+    def _locate(self, index: int) -> tuple[Shard, list[str], int]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        place = int(self.order[index]) if self.order is not None else index % len(self)
+        number = int(np.searchsorted(self._bounds, place, side="right")) - 1
+        shard, files = self.shards[number]
+        return shard, files, place - int(self._bounds[number])
+
+    @property
+    def places(self) -> np.ndarray:
+        """int64 [n], the number of each example over all shards; equal for repetitions of one."""
+        return np.arange(len(self), dtype=np.int64) if self.order is None else self.order
+
+    def row_numbers(self) -> np.ndarray:
+        """int64 [n], equal for examples of the same row (neighbours in a shard with the same ref)."""
+        changes = [np.zeros(0, bool)]
+        for shard, _ in self.shards:
+            new = np.ones(len(shard), bool)
+            new[1:] = shard.refs[1:] != shard.refs[:-1]
+            changes.append(new)
+        numbers = np.cumsum(np.concatenate(changes), dtype=np.int64) - 1
+        return numbers if self.order is None else numbers[self.order]
 
     @property
     def num_tokens(self) -> int:
@@ -77,107 +94,113 @@ class TokenDataset:
 
     def trained_tokens(self) -> int:
         """Tokens with a loss weight above 0, repetitions counted."""
-        before = np.concatenate([[0], np.cumsum(self.loss_weights > 0, dtype=np.int64)])
-        return int((before[self.starts + self.lengths] - before[self.starts]).sum())
+        if self.order is None:
+            return sum(shard.trained() for shard, _ in self.shards)
+        numbers = np.searchsorted(self._bounds, self.order, side="right") - 1
+        return sum(
+            shard.trained(self.order[numbers == number] - self._bounds[number])
+            for number, (shard, _) in enumerate(self.shards)
+        )
 
     def select(self, indices: Sequence[int] | np.ndarray) -> TokenDataset:
         """These examples in this order; tokens are shared, not copied."""
         chosen = np.asarray(indices, dtype=np.int64)
-        refs = (self.file_ids[chosen], self.lines[chosen], self.files)
-        return TokenDataset(self.input_ids, self.loss_weights, self.starts[chosen], self.lengths[chosen], refs)
+        return TokenDataset(self.shards, chosen if self.order is None else self.order[chosen])
+
+    @classmethod
+    def join(cls, datasets: Sequence[TokenDataset]) -> TokenDataset:
+        """The examples of all, one data set after the other."""
+        shards = [pair for dataset in datasets for pair in dataset.shards]
+        if all(dataset.order is None for dataset in datasets):
+            return cls(shards)
+        starts = np.cumsum([0, *(dataset._bounds[-1] for dataset in datasets)])
+        return cls(shards, np.concatenate([d.places + start for d, start in zip(datasets, starts)]))
 
     def digest(self) -> str:
-        """Hash of what training sees: every example's tokens and weights, in order. Independent of paths and caches."""
+        """Hash of what training sees: every example's tokens and weights, in order. Independent of paths, shards and
+        caches; made of the examples' checksums, so no token is read."""
+        sums = np.concatenate([np.zeros(0, np.uint64), *(shard.sums for shard, _ in self.shards)])
         state = hashlib.blake2b(digest_size=16)
-        for index in range(len(self)):
-            ids, weights = self.tokens(index)
-            state.update(len(ids).to_bytes(8, "little"))
-            state.update(np.ascontiguousarray(ids).tobytes())
-            state.update(np.ascontiguousarray(weights).tobytes())
+        for array, dtype in ((sums, "<u8"), (self.lengths, "<i4")):
+            chosen = array[self.order] if self.order is not None and array is sums else array
+            state.update(np.ascontiguousarray(chosen, dtype=dtype).tobytes())
         return state.hexdigest()
 
     @classmethod
     def from_encoded(cls, examples: Iterable[tuple[EncodedExample, RowRef]]) -> TokenDataset:
-        """Collect encoded examples with the rows they came from."""
-        ids, weights, lengths, lines, file_ids = [], [], [], [], []
+        """Collect encoded examples, with the rows they came from, in memory."""
+        pieces: list[Examples] = []
         numbers: dict[str, int] = {}
         for example, ref in examples:
-            ids.append(example.input_ids)
-            weights.append(example.loss_weights)
-            lengths.append(len(example.input_ids))
-            lines.append(ref.line)
-            file_ids.append(numbers.setdefault(ref.file, len(numbers)))
-        return cls.from_parts(
-            ids, weights, np.asarray(lengths), (np.asarray(file_ids), np.asarray(lines), list(numbers))
-        )
+            row = np.array([(ref.line, numbers.setdefault(ref.file, len(numbers)))], dtype=REF)
+            lengths = np.array([len(example.input_ids)])
+            pieces.append(Examples(example.input_ids, example.loss_weights, lengths, row))
+        return cls.from_examples(pieces, list(numbers))
 
     @classmethod
-    def from_parts(
-        cls,
-        ids: list[np.ndarray],
-        weights: list[np.ndarray],
-        lengths: np.ndarray,
-        refs: tuple[np.ndarray, np.ndarray, list[str]],
-    ) -> TokenDataset:
-        """From pieces that lie end to end (each piece may hold several examples) and the lengths of the examples."""
-        input_ids = np.concatenate([np.empty(0, np.int32), *ids]).astype(np.int32, copy=False)
-        flat = np.concatenate([np.empty(0, np.float32), *weights]).astype(np.float32, copy=False)
-        if np.array_equal(flat, flat.astype(bool)):
-            flat = flat.astype(np.uint8)
-        lengths = lengths.astype(np.int32)
-        starts = np.cumsum(lengths, dtype=np.int64) - lengths
-        return cls(input_ids, flat, starts, lengths, (refs[0].astype(np.int32), refs[1].astype(np.int64), refs[2]))
+    def from_examples(cls, pieces: Sequence[Examples], files: list[str]) -> TokenDataset:
+        """From pieces with some examples each, in memory."""
+        return cls([(in_memory(_joined(pieces)), files)])
 
-    def save(self, folder: Path) -> None:
-        """Write the examples to a folder that must not hold others; the meta file comes last and marks it complete.
+    def save(self, folder: Path, *, vocab_size: int | None = None, meta: dict[str, Any] | None = None) -> None:
+        """Write the examples to a folder; the manifest, with `meta` in it, comes last and marks it complete.
 
         Tokens that no example uses are left out; those that several use are written once.
         """
-        compact = self._compact()
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in _ARRAYS:
-            array = np.ascontiguousarray(getattr(compact, name))
-            path = folder / f"{name}.npy"
-            aside = folder / f".{name}.{os.getpid()}.npy"
-            with disk_errors(path, array.nbytes):
-                np.save(aside, array)
-                aside.replace(path)
-        meta = {"format": _FORMAT, "files": compact.files, "examples": len(compact)}
-        write_atomic(folder / "meta.json", json.dumps(meta, ensure_ascii=False))
+        places, order = self.places, None
+        if self.order is not None:
+            unique, inverse = np.unique(places, return_inverse=True)
+            if not np.array_equal(unique, places):
+                places, order = unique, inverse
+        source = self if order is None else TokenDataset(self.shards, places)
+        files: dict[str, int] = {}
+        writer = ShardWriter(folder, vocab_size)
+        try:
+            for start in range(0, len(places), _BATCH):
+                writer.add(source._batch(range(start, min(len(places), start + _BATCH)), files))
+            counts = {"tokens": self.num_tokens, "trained_tokens": self.trained_tokens(), "examples": len(self)}
+            writer.close(list(files), counts | (meta or {}), order)
+        finally:
+            writer.drop()
+
+    def _batch(self, indices: range, files: dict[str, int]) -> Examples:
+        pieces = []
+        for index in indices:
+            ids, weights = self.tokens(index)
+            ref = self.ref(index)
+            row = np.array([(ref.line, files.setdefault(ref.file, len(files)))], dtype=REF)
+            pieces.append(Examples(ids, weights, np.array([len(ids)]), row))
+        return _joined(pieces)
+
+    def save_view(self, folder: Path, meta: dict[str, Any] | None = None) -> None:
+        """Write which examples these are to a folder beside the one that holds them, and copy no token.
+
+        The shards must lie in one finished folder, and both folders move together.
+        """
+        (source,) = {shard.path.parent for shard, _ in self.shards if shard.path is not None}
+        counts = {"tokens": self.num_tokens, "trained_tokens": self.trained_tokens()}
+        counts["rows"] = len(np.unique(self.row_numbers()))
+        write_view(folder, source, self.order, counts | (meta or {}))
 
     @classmethod
     def load(cls, folder: Path) -> TokenDataset:
         """Map a saved folder into memory, read-only.
 
         Raises:
-            DataError: the folder is not there, incomplete, or of another format.
+            DataError: the folder is not there, incomplete, damaged, or of another format.
         """
-        try:
-            meta = json.loads((folder / "meta.json").read_text())
-            if meta["format"] != _FORMAT:
-                raise ValueError(f"its format is {meta['format']}, expected {_FORMAT}")
-            maps = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
-            if len(maps["lengths"]) != meta["examples"]:
-                raise ValueError("its arrays don't fit together")
-        except (OSError, ValueError, KeyError) as error:
-            raise DataError(
-                f"the token cache can't be used: {error}", where=str(folder), fix="delete the folder; it is made again"
-            ) from error
-        refs = (maps["file_ids"], maps["lines"], meta["files"])
-        return cls(maps["input_ids"], maps["loss_weights"], maps["starts"], maps["lengths"], refs)
+        opened = open_folder(folder)
+        return cls([(shard, opened.manifest["files"]) for shard in opened.shards], opened.order)
 
-    def _compact(self) -> TokenDataset:
-        """The same examples over arrays that hold only the tokens in use."""
-        starts, first, inverse = np.unique(self.starts, return_index=True, return_inverse=True)
-        lengths = np.asarray(self.lengths)[first].astype(np.int64)
-        if int(lengths.sum()) == len(self.input_ids):
-            return self
-        pieces = [slice(int(start), int(start + length)) for start, length in zip(starts, lengths)]
-        packed = (np.cumsum(lengths) - lengths)[inverse]
-        return TokenDataset(
-            np.concatenate([self.input_ids[piece] for piece in pieces]),
-            np.concatenate([self.loss_weights[piece] for piece in pieces]),
-            packed,
-            self.lengths,
-            (self.file_ids, self.lines, self.files),
-        )
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Tokens and weights of each example in turn."""
+        return (self.tokens(index) for index in range(len(self)))
+
+
+def _joined(pieces: Sequence[Examples]) -> Examples:
+    return Examples(
+        np.concatenate([np.empty(0, np.int32), *(piece.ids for piece in pieces)]),
+        np.concatenate([np.empty(0, np.float32), *(piece.weights for piece in pieces)]),
+        np.concatenate([np.empty(0, np.int64), *(piece.lengths for piece in pieces)]),
+        np.concatenate([np.empty(0, REF), *(piece.refs for piece in pieces)]),
+    )

@@ -264,7 +264,7 @@ def test_more_rows_than_there_are_repeat(
     assert len(chosen) == 10 and len(set(chosen[8:])) == 2
     assert shuffle or chosen[8:] == [1, 2]
     assert prepared.ledger.sources[0].repeated == 6
-    assert prepared.train.num_tokens == prepared.train.lengths.sum() > len(prepared.train.input_ids)
+    assert prepared.train.num_tokens == prepared.train.lengths.sum() > len(prepared.train.shards[0][0].ids)
     assert lines(prepare(f"{path}#4", dataset_shuffle=shuffle).train) == [1, 2, 3, 4]
 
 
@@ -433,7 +433,7 @@ def test_saved_data_comes_back_mapped(
     loaded = load_prepared(tmp_path / "cache", prepared.fingerprint)
     assert loaded.val is not None and prepared.val is not None
     assert same(loaded.train, prepared.train) and same(loaded.val, prepared.val)
-    assert isinstance(loaded.train.input_ids, np.memmap)
+    assert isinstance(loaded.train.shards[0][0].ids, np.memmap)
     assert loaded.ledger.render() == prepared.ledger.render()
     unique = {int(s): int(n) for s, n in zip(loaded.train.starts, loaded.train.lengths)}
     assert len(loaded.train.input_ids) == sum(unique.values())  # repeated rows are stored once, others not at all
@@ -447,16 +447,12 @@ def test_a_cache_of_something_else_is_refused(
     prepared.save(cache)
     with pytest.raises(DataError, match="made from other data"):
         load_prepared(cache, "another")
-    for name in ("prepared.json", "train/meta.json", "train/lines.npy"):
+    for name in ("prepared.json", "train/manifest.json", "train/00000.refs"):
         prepared.save(cache)
         (cache / name).unlink()
-        with pytest.raises(DataError, match="cache") as caught:
+        with pytest.raises(DataError, match="unfinished|missing|no complete") as caught:
             load_prepared(cache, prepared.fingerprint)
         assert str(cache) in (caught.value.where or "")
-    prepared.save(cache)
-    np.save(cache / "train" / "lengths.npy", np.zeros(2, np.int32))
-    with pytest.raises(DataError, match="fit together"):
-        load_prepared(cache, prepared.fingerprint)
 
 
 def test_the_fingerprint_follows_everything_that_decides_examples(
@@ -492,7 +488,7 @@ def test_weights_that_are_not_binary_survive(tmp_path: Path) -> None:
 
     for weights, stored in (([[0, 1], [0, 1, 1]], np.uint8), ([[0, 0.5], [0, 1, 2]], np.float32)):
         dataset = TokenDataset.from_encoded((Example(w), RowRef("f", i)) for i, w in enumerate(weights, 1))
-        assert dataset.loss_weights.dtype == stored
+        assert dataset.shards[0][0].weights.dtype == stored
         dataset.save(tmp_path / str(stored))
         loaded = TokenDataset.load(tmp_path / str(stored))
         assert [loaded.tokens(i)[1].tolist() for i in range(2)] == weights
@@ -511,8 +507,8 @@ def test_a_full_disk_names_the_path(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("swift.data.token_store.np.save", full)
-    with pytest.raises(SwiftError, match=r"input_ids\.npy"):
+    monkeypatch.setattr("swift.data.token_shards.os.fsync", full)
+    with pytest.raises(SwiftError, match=r"00000\.bin"):
         prepared.save(tmp_path / "cache")
 
 

@@ -1,0 +1,468 @@
+"""Token shards on disk: flat arrays that are written as they come and mapped by whoever reads them.
+
+A folder holds shards of some hundred million tokens and a `manifest.json`, written last: without it the folder is
+unfinished and nobody takes it for whole. A shard is
+
+    NNNNN.bin      ids, little-endian uint16 (vocabularies up to 65,536) or uint32, all examples end to end
+    NNNNN.idx      int64 [examples + 1], where each example begins
+    NNNNN.weights  loss weights, uint8 or float32; not there when every token but an example's first weighs 1
+    NNNNN.refs     (line int64, file int32) of each example's row; files are numbered in the manifest
+    NNNNN.sums     uint64, a checksum of each example, compared whenever the example is read
+
+Writing needs the memory of one batch, whatever the size of the data. Knows nothing of tokenizers or of training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from swift.core.errors import DataError
+from swift.core.files import disk_errors, fsync_dir, write_atomic
+from swift.core.version import __version__
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+_ORDER = "order.idx"
+SHARD_TOKENS = 1 << 28
+SMALL_VOCABULARY = 1 << 16
+REF = np.dtype([("line", "<i8"), ("file", "<i4")])
+_REMAKE = "make it again: `swift export --to_cached_dataset true` with the same settings"
+_COPY_BYTES = 1 << 22
+
+
+def id_dtype(vocab_size: int | None) -> np.dtype:
+    """How ids of a vocabulary are stored: uint16 up to 65,536 tokens, else (or where the size isn't known) uint32."""
+    return np.dtype("<u2" if vocab_size is not None and vocab_size <= SMALL_VOCABULARY else "<u4")
+
+
+def checksum(ids: np.ndarray, weights: np.ndarray) -> int:
+    """64 bits of BLAKE2b over an example's ids (as int32) and weights (as float32), little-endian.
+
+    The same example has the same sum in every shard and in memory.
+    """
+    state = hashlib.blake2b(np.ascontiguousarray(ids, dtype="<i4").tobytes(), digest_size=8)
+    state.update(np.ascontiguousarray(weights, dtype="<f4").tobytes())
+    return int.from_bytes(state.digest(), "little")
+
+
+@dataclass
+class Examples:
+    """Some examples end to end, on their way into a shard.
+
+    Attributes:
+        ids: int32 [tokens]; weights: float32 [tokens]; lengths: int [examples].
+        refs: REF [examples].
+    """
+
+    ids: np.ndarray
+    weights: np.ndarray
+    lengths: np.ndarray
+    refs: np.ndarray
+
+    def sums(self) -> np.ndarray:
+        """The checksum of each."""
+        ends = np.cumsum(self.lengths)
+        pairs = zip((ends - self.lengths).tolist(), ends.tolist())
+        return np.array([checksum(self.ids[a:b], self.weights[a:b]) for a, b in pairs], dtype="<u8")
+
+
+class Shard:
+    """Examples by number, in memory or mapped.
+
+    Args:
+        ids: unsigned or int32 [tokens]; offsets: int64 [examples + 1].
+        weights: uint8 or float32 [tokens]; None when every token but an example's first weighs 1.
+        refs, sums: of each example; see the head of this file.
+        path: of the `.bin` file; None in memory. What comes from a file is compared with its checksum.
+    """
+
+    def __init__(
+        self,
+        ids: np.ndarray,
+        offsets: np.ndarray,
+        weights: np.ndarray | None,
+        refs: np.ndarray,
+        sums: np.ndarray,
+        path: Path | None = None,
+    ) -> None:
+        self.ids, self.offsets, self.weights, self.refs, self.sums, self.path = ids, offsets, weights, refs, sums, path
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes: a mapped shard travels as its path, not as its content."""
+        return {"path": self.path} if self.path is not None else dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        whole = open_shard(state["path"]).__dict__ if state["path"] is not None else state
+        self.__dict__.update(whole)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """int32 [examples].
+
+        Raises:
+            DataError: the offsets can't be.
+        """
+        lengths = np.diff(self.offsets)
+        if len(lengths) and (
+            self.offsets[0] != 0
+            or int(lengths.min()) < 1
+            or self.offsets[-1] != len(self.ids)
+            or lengths.max() >= 2**31
+        ):
+            bad = int(np.argmax(lengths < 1)) if int(lengths.min()) < 1 else len(lengths)
+            raise _damaged(self.path and self.path.with_suffix(".idx"), 8 * bad, "its offsets don't rise to its end")
+        return lengths.astype(np.int32)
+
+    def example(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids int32 [n] and weights float32 [n].
+
+        Raises:
+            DataError: they aren't what was written; names file and byte offset.
+        """
+        start, end = int(self.offsets[index]), int(self.offsets[index + 1])
+        ids = self.ids[start:end].astype(np.int32)
+        if self.weights is not None:
+            weights = self.weights[start:end].astype(np.float32)
+        else:
+            weights = np.ones(len(ids), np.float32)
+            weights[:1] = 0
+        if self.path is not None and checksum(ids, weights) != int(self.sums[index]):
+            raise _damaged(self.path, start * self.ids.itemsize, f"example {index} isn't what was written")
+        return ids, weights
+
+    def trained(self, chosen: np.ndarray | None = None) -> int:
+        """Tokens with a weight above 0, of all or of the chosen examples."""
+        if self.weights is None:
+            lengths = self.lengths if chosen is None else self.lengths[chosen]
+            return int(lengths.sum(dtype=np.int64)) - len(lengths)
+        total = 0
+        if chosen is None:
+            pieces = range(0, len(self.weights), _COPY_BYTES)
+            return sum(int(np.count_nonzero(self.weights[start : start + _COPY_BYTES])) for start in pieces)
+        for index in chosen.tolist():
+            total += int(np.count_nonzero(self.weights[self.offsets[index] : self.offsets[index + 1]]))
+        return total
+
+
+def in_memory(examples: Examples) -> Shard:
+    """A shard of these examples."""
+    weights: np.ndarray | None = examples.weights.astype(np.float32, copy=False)
+    offsets = np.concatenate([[0], np.cumsum(examples.lengths, dtype=np.int64)])
+    if weights is not None and np.array_equal(weights, weights.astype(bool)):
+        weights = weights.astype(np.uint8)
+    return Shard(examples.ids, offsets, weights, examples.refs, examples.sums())
+
+
+# --- writing ---
+
+
+class _File:
+    """A file that is appended to, with the size and the SHA-256 of what went in."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bytes, self._sha = 0, hashlib.sha256()
+        with disk_errors(path):
+            self._file: IO[bytes] = path.open("wb")
+
+    def write(self, array: np.ndarray) -> None:
+        data = np.ascontiguousarray(array).data.cast("B") if array.size else b""
+        with disk_errors(self.path, len(data)):
+            self._file.write(data)
+        self._sha.update(data)
+        self.bytes += len(data)
+
+    def close(self) -> dict[str, Any]:
+        """What the manifest says of it."""
+        with disk_errors(self.path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        return {"bytes": self.bytes, "sha256": self._sha.hexdigest()}
+
+    def drop(self) -> None:
+        """Close without a word: the folder stays unfinished."""
+        self._file.close()
+
+
+class _OpenShard:
+    """The shard that is being written."""
+
+    def __init__(self, folder: Path, number: int, dtype: np.dtype) -> None:
+        self.folder, self.name, self.dtype = folder, f"{number:05d}", dtype
+        self.examples = self.tokens = self.trained = 0
+        self.files = {kind: _File(folder / f"{self.name}.{kind}") for kind in ("bin", "idx", "refs", "sums")}
+        self.files["idx"].write(np.zeros(1, "<i8"))
+        self.weights: str | None = None  # None: ones so far
+
+    def add(self, batch: Examples) -> None:
+        ends = np.cumsum(batch.lengths, dtype=np.int64)
+        starts = ends - batch.lengths
+        wide = batch.ids.astype(self.dtype)
+        if not np.array_equal(wide, batch.ids):
+            raise ValueError(f"an id doesn't fit {self.dtype}")  # the caller named a wrong vocabulary size
+        self._add_weights(batch, starts)
+        self.files["bin"].write(wide)
+        self.files["idx"].write((ends + self.tokens).astype("<i8"))
+        self.files["refs"].write(batch.refs.astype(REF))
+        self.files["sums"].write(batch.sums())
+        self.examples += len(batch.lengths)
+        self.tokens += len(batch.ids)
+        self.trained += int(np.count_nonzero(batch.weights))
+
+    def _add_weights(self, batch: Examples, starts: np.ndarray) -> None:
+        weights = batch.weights
+        if self.weights is None:
+            plain = np.ones(len(weights), np.float32)
+            plain[starts] = 0
+            if np.array_equal(weights, plain):
+                return
+            self._begin_weights()
+        if self.weights == "uint8" and not np.array_equal(weights, weights.astype(bool)):
+            self._widen_weights()
+        self.files["weights"].write(weights.astype("u1" if self.weights == "uint8" else "<f4"))
+
+    def _begin_weights(self) -> None:
+        """Write out the ones of the examples so far."""
+        file = self.files["weights"] = _File(self.folder / f"{self.name}.weights")
+        self.weights = "uint8"
+        self.files["idx"]._file.flush()
+        offsets = np.fromfile(self.files["idx"].path, "<i8")[:-1] if self.tokens else np.zeros(0, "<i8")
+        for start in range(0, self.tokens, _COPY_BYTES):
+            end = min(self.tokens, start + _COPY_BYTES)
+            piece = np.ones(end - start, np.uint8)
+            piece[offsets[np.searchsorted(offsets, start) : np.searchsorted(offsets, end)] - start] = 0
+            file.write(piece)
+
+    def _widen_weights(self) -> None:
+        """The first weight that is neither 0 nor 1: go on in float32."""
+        narrow = self.files["weights"]
+        narrow.close()
+        aside = narrow.path.with_name(f".{narrow.path.name}")
+        with disk_errors(aside):
+            narrow.path.rename(aside)
+        wide = self.files["weights"] = _File(narrow.path)
+        self.weights = "float32"
+        with aside.open("rb") as file:
+            while piece := file.read(_COPY_BYTES):
+                wide.write(np.frombuffer(piece, np.uint8).astype("<f4"))
+        aside.unlink()
+
+    def close(self) -> dict[str, Any]:
+        """What the manifest says of it."""
+        files = {file.path.name: file.close() for file in self.files.values()}
+        entry = {"name": self.name, "examples": self.examples, "tokens": self.tokens, "trained_tokens": self.trained}
+        return entry | {"dtype": self.dtype.name, "weights": self.weights or "ones", "files": files}
+
+
+class ShardWriter:
+    """Writes a folder of shards; `close` makes it whole. A folder that is there with content is refused by its caller.
+
+    Args:
+        folder: made when missing.
+        vocab_size: of the tokenizer, for the width of ids; None takes the wide one.
+        shard_tokens: a shard is closed once it has that many.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int | None, *, shard_tokens: int = SHARD_TOKENS) -> None:
+        self.folder, self.dtype, self.shard_tokens = folder, id_dtype(vocab_size), shard_tokens
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / MANIFEST).unlink(missing_ok=True)
+        self._open: _OpenShard | None = None
+        self._done: list[dict[str, Any]] = []
+        self._rows, self._last = 0, None
+
+    def add(self, batch: Examples) -> None:
+        """Append examples."""
+        if not len(batch.lengths):
+            return
+        if self._open is None:
+            self._open = _OpenShard(self.folder, len(self._done), self.dtype)
+        self._open.add(batch)
+        keys = batch.refs
+        self._rows += int(np.count_nonzero(keys[1:] != keys[:-1])) + (self._last is None or keys[0] != self._last)
+        self._last = keys[-1]
+        if self._open.tokens >= self.shard_tokens:
+            self._close_shard()
+
+    def _close_shard(self) -> None:
+        if self._open is not None:
+            self._done.append(self._open.close())
+            self._open = None
+
+    def close(self, files: Sequence[str], meta: dict[str, Any], order: np.ndarray | None = None) -> dict[str, Any]:
+        """Finish: the manifest, with the names of the row files and `meta` in it.
+
+        Names in a manifest are relative to its folder, so a finished folder can be moved.
+
+        Args:
+            files: the names that `refs` number.
+            meta: what else the manifest holds.
+            order: int64, the examples in the order in which they count, when that is not each once in turn.
+
+        Returns:
+            The manifest.
+        """
+        self._close_shard()
+        sums = {name: sum(shard[name] for shard in self._done) for name in ("examples", "tokens", "trained_tokens")}
+        manifest: dict[str, Any] = {"format": FORMAT, "program": __version__, **sums, "rows": self._rows}
+        manifest |= {"shards": self._done, "order": None, "files": list(files), **meta}
+        if order is not None:
+            file = _File(self.folder / _ORDER)
+            file.write(order.astype("<i8"))
+            manifest["order"] = file.close()
+        fsync_dir(self.folder)
+        write_atomic(self.folder / MANIFEST, json.dumps(manifest, ensure_ascii=False, indent=1))
+        return manifest
+
+    def drop(self) -> None:
+        """Give up: close what is open."""
+        if self._open is not None:
+            for file in self._open.files.values():
+                file.drop()
+            self._open = None
+
+
+def write_view(folder: Path, source: Path, order: np.ndarray | None, meta: dict[str, Any]) -> None:
+    """A folder without shards of its own: a selection from those of `source`, which it names by a relative path."""
+    manifest = read_manifest(source)
+    beside = os.path.relpath(source, folder)
+    manifest["order"] = None
+    for entry in manifest["shards"]:
+        entry["name"] = f"{beside}/{entry['name']}"
+        entry["files"] = {f"{beside}/{name}": known for name, known in entry["files"].items()}
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    if order is not None:
+        file = _File(folder / _ORDER)
+        file.write(order.astype("<i8"))
+        manifest["order"] = file.close()
+        manifest["examples"] = len(order)
+    write_atomic(folder / MANIFEST, json.dumps(manifest | meta, ensure_ascii=False, indent=1))
+
+
+# --- reading ---
+
+
+@dataclass
+class Folder:
+    """An opened folder of shards.
+
+    Attributes:
+        shards: mapped; order: see `ShardWriter.close`; manifest: all that it says.
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+    shards: list[Shard] = field(default_factory=list)
+    order: np.ndarray | None = None
+
+
+def open_folder(folder: Path) -> Folder:
+    """Map a finished folder, read-only.
+
+    Raises:
+        DataError: it isn't there, unfinished, of another format, or a file of it is missing or has another size.
+    """
+    manifest = read_manifest(folder)
+    opened = Folder(folder, manifest)
+    for entry in manifest["shards"]:
+        for name, known in entry["files"].items():
+            _check_size(folder / name, known["bytes"])
+        opened.shards.append(_map(folder, entry))
+    if manifest["order"] is not None:
+        _check_size(folder / _ORDER, manifest["order"]["bytes"])
+        opened.order = _mapped(folder / _ORDER, "<i8")
+    return opened
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a finished folder.
+
+    Raises:
+        DataError: there is none, it can't be read, or it is of another format.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        what = (
+            "has no manifest.json: it is unfinished, or no folder of token shards" if folder.is_dir() else "is missing"
+        )
+        raise DataError(f"the folder {what}", where=str(folder), fix=_REMAKE) from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"its manifest can't be read: {error}", where=str(path), fix=_REMAKE) from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+        raise DataError(f"its format is {found}, this version reads {FORMAT}", where=str(path), fix=_REMAKE)
+    return manifest
+
+
+def verify_folder(folder: Path) -> None:
+    """Read every file of a folder and compare it with its SHA-256.
+
+    Raises:
+        DataError: naming the first that differs.
+    """
+    manifest = read_manifest(folder)
+    known = {name: entry for shard in manifest["shards"] for name, entry in shard["files"].items()}
+    if manifest["order"] is not None:
+        known[_ORDER] = manifest["order"]
+    for name, entry in known.items():
+        _check_size(folder / name, entry["bytes"])
+        with (folder / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                raise _damaged(folder / name, None, "its content isn't what was written")
+
+
+def open_shard(path: Path) -> Shard:
+    """Map one shard by the path of its `.bin` file, for a process that was handed it."""
+    entries = read_manifest(path.parent)["shards"]
+    return _map(path.parent, next(entry for entry in entries if entry["name"] == path.stem))
+
+
+def _map(folder: Path, entry: dict[str, Any]) -> Shard:
+    base = folder / entry["name"]
+    weights = None
+    if entry["weights"] != "ones":
+        weights = _mapped(base.with_suffix(".weights"), "u1" if entry["weights"] == "uint8" else "<f4")
+    return Shard(
+        _mapped(base.with_suffix(".bin"), "<u2" if entry["dtype"] == "uint16" else "<u4"),
+        _mapped(base.with_suffix(".idx"), "<i8"),
+        weights,
+        _mapped(base.with_suffix(".refs"), REF),
+        _mapped(base.with_suffix(".sums"), "<u8"),
+        base.with_suffix(".bin"),
+    )
+
+
+def _mapped(path: Path, dtype: str | np.dtype) -> np.ndarray:
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
+
+
+def _check_size(path: Path, expected: int) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"a file of the token shards is missing: {error}", where=str(path), fix=_REMAKE) from error
+    if size != expected:
+        what = "is cut off" if size < expected else "has grown"
+        raise _damaged(path, min(size, expected), f"it {what}: {size} bytes of {expected}")
+
+
+def _damaged(path: Path | None, offset: int | None, what: str) -> DataError:
+    where = str(path or "memory") if offset is None else f"{path or 'memory'}, byte {offset}"
+    return DataError(f"the token shard is damaged: {what}", where=where, fix=_REMAKE)
