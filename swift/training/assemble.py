@@ -24,6 +24,7 @@ from swift.data.encode import ChatEncoder
 from swift.data.loader import TrainLoader
 from swift.data.selection import Progress
 from swift.models.adapters import load_adapter_weights, save_adapter
+from swift.models.elementwise import enable_fast_elementwise
 from swift.models.head import OutputHead, find_decoder, find_head, prove_head
 from swift.models.loading import check_context, load_model, load_tokenizer, resolve_model
 from swift.models.memory import decide_checkpointing, estimate_memory, free_memory_bytes
@@ -186,6 +187,7 @@ def build_model(config: SftConfig, session: Session, data: Data) -> Model:
     fix_ends(causal_lm, data.encoder.stop_token_ids())
     seed_everything(config.training.seed)  # adapters start from the same numbers whatever was drawn before
     whole = apply_tuner(causal_lm, config.tuner, adapters=config.model.adapters)
+    enable_fast_elementwise(whole)
     for parameter in whole.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()
