@@ -25,6 +25,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from swift.core.errors import ModelError
+from swift.models.attention_backward import blocked_backward, suits_blocks
 
 VARLEN = "varlen"
 
@@ -84,30 +85,26 @@ def _(query, key, value, cu_seqlens, scale):
 def segment_attention_backward(
     grad: torch.Tensor, inputs: list[torch.Tensor], output: torch.Tensor, logsumexp: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `segment_attention`; `inputs` is [query, key, value, cu_seqlens]."""
+    """Gradients of `segment_attention` (of one row); `inputs` is [query, key, value, cu_seqlens]."""
     query, key, value, cu_seqlens = inputs
-    batch, heads, tokens, head_dim = query.shape
-    kv_heads = key.shape[1]
-    wide_key, wide_value = _expand_heads(key, heads), _expand_heads(value, heads)
+    heads, kv_heads = query.shape[1], key.shape[1]
     grad_query, grad_key, grad_value = (
-        torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (query, wide_key, wide_value)
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value)
     )
     for start, end in _segments(cu_seqlens):
-        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad[:, :, start:end],
-            query[:, :, start:end],
-            wide_key[:, :, start:end],
-            wide_value[:, :, start:end],
-            output[:, :, start:end],
-            logsumexp[:, :, start:end],
-            0.0,
-            True,
-            scale=scale,
-        )
+        q, k, v, out, out_grad = (t[:, :, start:end] for t in (query, key, value, output, grad))
+        lse = logsumexp[:, :, start:end]
+        parts: Any
+        if suits_blocks(end - start, query.dtype):
+            parts = blocked_backward(out_grad[0], (q[0], k[0], v[0]), out[0], lse[0], scale)
+        else:
+            k, v = _expand_heads(k, heads), _expand_heads(v, heads)
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                out_grad, q, k, v, out, lse, 0.0, True, scale=scale
+            )
+            if kv_heads != heads:
+                parts = parts[0], *(t.unflatten(1, (kv_heads, -1)).sum(2) for t in parts[1:])
         grad_query[:, :, start:end], grad_key[:, :, start:end], grad_value[:, :, start:end] = parts
-    if kv_heads != heads:
-        grad_key = grad_key.view(batch, kv_heads, heads // kv_heads, tokens, head_dim).sum(2)
-        grad_value = grad_value.view(batch, kv_heads, heads // kv_heads, tokens, value.shape[3]).sum(2)
     return grad_query, grad_key, grad_value
 
 

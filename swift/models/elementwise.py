@@ -131,7 +131,8 @@ def enable_fast_elementwise(model: nn.Module) -> int:
     """Give every RMS norm and gated MLP of `model` that is known the fast forward; returns how many got it."""
     count = 0
     for module in model.modules():
-        fast = None if "forward" in vars(module) else _fast_class(type(module))
+        kind: Any = type(module)
+        fast = None if "forward" in vars(module) else _fast_class(kind)
         if fast is not None:
             module.__class__ = fast
             count += 1

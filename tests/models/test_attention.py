@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import transformers as tf
 
 from swift.core.errors import ModelError
-from swift.models.attention import VARLEN, prove_varlen
+from swift.models import attention_backward
+from swift.models.attention import VARLEN, prove_varlen, segment_attention
 from swift.models.head import find_decoder
 from swift.models.prepare import choose_attention
 
@@ -95,3 +98,41 @@ def test_queries_and_values_of_different_sizes():
     )  # fmt: skip
     model = tf.DeepseekV3ForCausalLM(config).eval()
     assert choose_attention(model, "auto", padding_free=None, packing=True) == (True, [])
+
+
+def written_out(query, key, value, borders, scale):
+    """Causal softmax attention within each segment, by plain operations."""
+    group = query.shape[1] // key.shape[1]
+    parts = []
+    for start, end in pairwise(borders):
+        q, k, v = (
+            t[:, :, start:end] for t in (query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1))
+        )
+        future = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
+        parts.append((q @ k.mT * scale).masked_fill(future, float("-inf")).softmax(3) @ v)
+    return torch.cat(parts, 2)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("lengths", [(170,), (64, 33), (1, 200, 160, 2), (161, 30)], ids=str)
+def test_gradients_of_short_and_long_segments_are_those_of_the_formula(heads, lengths):
+    generator = torch.Generator().manual_seed(0)
+    borders = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    shapes = [(1, borders[-1], n, 8) for n in (heads[0], heads[1], heads[1])]
+    ours = [torch.randn(s, generator=generator, dtype=torch.float64).transpose(1, 2).requires_grad_() for s in shapes]
+    theirs = [t.detach().clone().requires_grad_() for t in ours]
+    output, _ = segment_attention(*ours, torch.tensor(borders, dtype=torch.int32), 0.3)
+    expected = written_out(*theirs, borders, 0.3)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    factor = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+    (output * factor).sum().backward()
+    (expected * factor).sum().backward()
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-11, atol=1e-11)
+
+
+def test_blocks_serve_the_lengths_and_types_they_are_faster_for():
+    shortest, longest = attention_backward.SHORTEST, attention_backward.LONGEST
+    lengths = (shortest - 1, shortest, longest, longest + 1)
+    assert [attention_backward.suits_blocks(n, torch.float32) for n in lengths] == [False, True, True, False]
+    assert not attention_backward.suits_blocks(shortest, torch.bfloat16)
