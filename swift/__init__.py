@@ -22,6 +22,8 @@ _PUBLIC = {
     "pt": "swift.commands.pt",
     "infer": "swift.commands.infer",
     "merge_lora": "swift.commands.merge_lora",
+    "Recipe": "swift.data.engine.recipe",
+    "run_recipe": "swift.data.engine.run",
     "Swift": "swift.models.adapters",
     "LoRAConfig": "swift.models.adapters",
     "AdapterConfig": "swift.models.adapters",

@@ -1,4 +1,4 @@
-"""`swift data check` and `swift data preview`: look at training data before anything is trained."""
+"""`swift data ...`: check and preview look at training data before anything is trained; the rest is in `data_run`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from swift.config.model import ModelConfig
 from swift.config.parse import names_config_file, parse_command_line, require_choice
 from swift.core.errors import DataError, UsageError
 from swift.core.files import disk_errors, write_atomic
+from swift.core.network import follow_flags
 from swift.data.sources import resolve_rows
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 _ACTIONS = {
     "check": "read every row, and report bad rows, lengths, truncation and duplicates",
     "preview": "show each example's tokens, coloured by what is trained",
+    "run": "clean, filter, deduplicate or tokenise data as a recipe says",
+    "report": "make the page about a finished run anew",
+    "operators": "what recipes can be made of, and the settings of one operator",
 }
 
 
@@ -81,12 +85,16 @@ def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code (check: 1 when a row is bad)."""
     action = require_choice(arguments[0] if arguments else None, _ACTIONS, "data")
     rest = arguments[1:]
-    return _check(rest) if action == "check" else _preview(rest)
+    if action in ("check", "preview"):
+        return _check(rest) if action == "check" else _preview(rest)
+    from swift.commands import data_run
+
+    return {"run": data_run.run, "report": data_run.report, "operators": data_run.operators}[action](rest)
 
 
 def _check(arguments: list[str]) -> int:
     config = _parse(CheckConfig, CheckHelp, arguments, "data check", "FILE ... [--model M] [--flag value ...]")
-    _require_files(config.data)
+    _require_files(config)
     encoder = _encoder(config, config.template) if config.model.model else None
     from swift.data.check import run_check
 
@@ -102,10 +110,11 @@ def _check(arguments: list[str]) -> int:
     return report.exit_code
 
 
-def _require_files(data: DataConfig) -> None:
+def _require_files(config: CheckConfig | PreviewConfig) -> None:
     """A name that can't be meant is a wrong request, as in the training commands: nothing was started."""
+    follow_flags(offline=config.model.offline, use_hf=config.model.use_hf)
     try:
-        resolve_rows(data)
+        resolve_rows(config.data)
     except DataError as error:
         raise UsageError(error.message, where=error.where, fix=error.fix) from error
 
@@ -117,7 +126,7 @@ def _preview(arguments: list[str]) -> int:
         raise UsageError("a preview needs a tokenizer", where="--model", fix="--model FOLDER, a hub id, or smollm2")
     if config.preview.n < 1:
         raise UsageError(f"--n is {config.preview.n}: nothing would be shown", where="--n", fix="--n 3")
-    _require_files(config.data)
+    _require_files(config)
     encoder = _encoder(config, config.template)
     from rich.console import Console
 

@@ -40,7 +40,12 @@ COMMANDS: dict[str, Command] = {
         Command("infer", "infer", "InferConfig", "talk to a model, or answer a file of prompts", _FLAGS, "Use", True),
         Command("merge-lora", "merge_lora", "MergeLoraConfig", "merge an adapter into its model", _FLAGS, "Use"),
         Command(
-            "data", "data", None, "check or preview training data", "check|preview FILE [--flag value ...]", "Look"
+            "data",
+            "data",
+            None,
+            "clean, deduplicate and tokenise data by a recipe; check and preview it",
+            "run|report|operators|check|preview ...",
+            "Look",
         ),
         Command("config", "config", None, "show, describe or convert settings", "show|schema|convert ...", "Look"),
         Command("doctor", "doctor", None, "what is installed, what this machine can do, what conflicts", "", "Look"),

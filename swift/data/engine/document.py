@@ -99,7 +99,9 @@ def _conversation(record: dict[str, Any], doc_id: str, column: str) -> Document:
             known_role = ROLE_ALIASES.get(role) or role
             pairs = [(key, known_role)] if isinstance(message.get(key), str) else []
         else:  # {"human": …, "assistant": …}
-            pairs = [(name, ROLE_ALIASES.get(name) or name) for name, value in message.items() if isinstance(value, str)]
+            pairs = [
+                (name, ROLE_ALIASES.get(name) or name) for name, value in message.items() if isinstance(value, str)
+            ]
         for name, known in pairs:
             paths.append((column, number, name))
             texts.append(message[name])

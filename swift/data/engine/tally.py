@@ -8,12 +8,16 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from swift.data.engine.document import Document
 
 SAMPLES_PER_REASON = 5
+OTHER = "(other)"  # label of what `trim` has put together
 _SAMPLE_CHARACTERS = 600
 
 
@@ -40,6 +44,16 @@ class Histogram:
         self.least = min(self.least, value)
         self.most = max(self.most, value)
         self.buckets[self._bucket(value)] += 1
+
+    def add_all(self, values: np.ndarray) -> None:
+        """`add` for each of `values` [n]."""
+        for value in values.tolist():
+            self.total += value
+        if len(values):
+            self.count += len(values)
+            self.least = min(self.least, float(values.min()))
+            self.most = max(self.most, float(values.max()))
+            self.buckets.update(map(self._bucket, values.tolist()))
 
     def _bucket(self, value: float) -> int:
         if self.share:
@@ -91,37 +105,75 @@ class Tally:
     histograms: dict[str, Histogram] = field(default_factory=dict)
     samples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
 
-    def drop(self, document: Document, reason: str, note: str = "") -> None:
-        """Count a document that the operator leaves out; `note` says more about this one (a score, a twin)."""
+    def drop(self, document: Document, reason: str, note: str | Callable[[], str] = "") -> None:
+        """Count a document that the operator leaves out; `note` says more about this one (a score, a twin).
+
+        A note that costs something to find out can be given as a function, which is called for samples only.
+        """
         self.dropped[reason] += 1
         self._sample(reason, document, document.text, note)
 
-    def change(self, document: Document, reason: str, before: str, after: str, *, times: int = 1) -> None:
-        """Count a change of a text; `times` when one call stands for several replacements."""
+    def change(
+        self,
+        document: Document,
+        reason: str,
+        before: str,
+        after: str,
+        *,
+        times: int = 1,
+        note: str | Callable[[], str] = "",
+    ) -> None:
+        """Count a change of a text; `times` when one call stands for several replacements, `note` as in `drop`."""
         self.changes[reason] += times
         start = _first_difference(before, after)
-        self._sample(reason, document, before[start:], "now: " + after[start : start + 200])
+
+        def full_note() -> str:
+            said = note if isinstance(note, str) else note()
+            return "; ".join(filter(None, [said, "now: " + after[start : start + 200]]))
+
+        self._sample(reason, document, before[start:], full_note)
 
     def observe(self, metric: str, value: float, *, share: bool = False) -> None:
         """Put a number that was measured on a document into the metric's histogram."""
+        self._histogram(metric, share).add(value)
+
+    def observe_all(self, metric: str, values: np.ndarray, *, share: bool = False) -> None:
+        """`observe` for each of `values` [n]."""
+        self._histogram(metric, share).add_all(values)
+
+    def _histogram(self, metric: str, share: bool) -> Histogram:
         histogram = self.histograms.get(metric)
         if histogram is None:
             histogram = self.histograms[metric] = Histogram(share)
-        histogram.add(value)
+        return histogram
 
     def count(self, group: str, label: str) -> None:
         """Count a label, such as the document's language."""
         self.labels.setdefault(group, Counter())[label] += 1
 
-    def _sample(self, reason: str, document: Document, text: str, note: str) -> None:
+    def show(self, reason: str, document: Document, note: str = "") -> None:
+        """Take the document into the samples of a reason without counting it."""
+        self._sample(reason, document, document.text, note)
+
+    def _sample(self, reason: str, document: Document, text: str, note: str | Callable[[], str]) -> None:
         """Keep the documents whose hashes are least: a sample that doesn't depend on order or on how tasks were cut."""
         kept = self.samples.setdefault(reason, [])
         key = hashlib.blake2b(document.id.encode(), digest_size=8).hexdigest()
         if len(kept) >= SAMPLES_PER_REASON and key >= kept[-1]["key"]:
             return
-        kept.append({"key": key, "id": document.id, "text": text[:_SAMPLE_CHARACTERS], "note": note})
+        said = note if isinstance(note, str) else note()
+        kept.append({"key": key, "id": document.id, "text": text[:_SAMPLE_CHARACTERS], "note": said})
         kept.sort(key=_order)
         del kept[SAMPLES_PER_REASON:]
+
+    def trim(self, most_labels: int) -> None:
+        """Leave the most frequent labels of each group and count the others as `(other)`: tallies stay small."""
+        for group, labels in self.labels.items():
+            if len(labels) > most_labels:
+                kept = sorted(labels.items(), key=lambda item: (-item[1], item[0]))[:most_labels]
+                rest = labels.total() - sum(count for _, count in kept)
+                self.labels[group] = Counter(dict(kept))
+                self.labels[group][OTHER] += rest
 
     def merge(self, other: Tally) -> None:
         """Add another task's counts."""

@@ -1,0 +1,379 @@
+"""Running a recipe: plan, stages one after the other, output, report. The composition of everything beside it.
+
+Whatever runs the tasks, and however often it was killed before, the output is the same to the byte.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from swift.core.errors import DataError, SwiftError, UsageError
+from swift.core.files import disk_errors, human_bytes, write_atomic
+from swift.core.version import __version__
+from swift.data.engine import summary
+from swift.data.engine.blocks import read_index
+from swift.data.engine.inputs import changed_input, list_shards, refuse_too_many
+from swift.data.engine.pool import Call, Executor, InProcess, LocalPool, StopRequest
+from swift.data.engine.progress import Progress, duration
+from swift.data.engine.ranks import Ranks, rank_and_size
+from swift.data.engine.recipe import Recipe, read_recipe, recipe_from
+from swift.data.engine.report import write_report
+from swift.data.engine.stages import Stage, plan_stages
+from swift.data.engine.task import READ, Job, Pieces, done_marker
+
+RANK_TIMEOUT_S = 600.0
+
+
+@dataclass
+class RunResult:
+    """A finished run.
+
+    Attributes:
+        output: the folder. manifest: what `_manifest.json` in it says (rows, files with sha256, recipe, inputs).
+        tasks_run: tasks that this process ran; tasks_done_before: those it found done.
+        already_complete: whether there was nothing to do.
+    """
+
+    output: Path
+    manifest: dict[str, Any]
+    tasks_run: int = 0
+    tasks_done_before: int = 0
+    already_complete: bool = False
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a recipe is run, beyond what it says itself.
+
+    Attributes:
+        rank, world_size: which of how many processes this is; `auto` asks the launcher's variables.
+        rank_timeout_s: after how long without a sign of life another rank counts as gone.
+        restart: forget what is done, and a finished output.
+        quiet: print nothing.
+    """
+
+    rank: int | None = None
+    world_size: str | None = None
+    rank_timeout_s: float = RANK_TIMEOUT_S
+    restart: bool = False
+    quiet: bool = False
+
+
+def run_recipe(
+    recipe: str | Path | Mapping[str, Any] | Recipe,
+    overrides: Mapping[str, Any] | None = None,
+    options: RunOptions | None = None,
+) -> RunResult:
+    """Run a recipe to its end, going on with what an interrupted run has left.
+
+    Args:
+        recipe: a file, or the same as a mapping.
+        overrides: keys of the recipe that win over it, dotted for inner ones: ``{"output.path": "clean"}``.
+        options: how to run it.
+
+    Raises:
+        UsageError: faults of the recipe, all at once; nothing was started.
+        SwiftError: a task failed. Running it again goes on from there.
+    """
+    options = options or RunOptions()
+    if not isinstance(recipe, Recipe):
+        recipe = recipe_from(recipe, overrides) if isinstance(recipe, Mapping) else read_recipe(recipe, overrides)
+    rank, size = rank_and_size(options.rank, options.world_size, os.environ)
+    stop = StopRequest()
+    progress = Progress(quiet=options.quiet or rank > 0)
+    with stop.watching():
+        try:
+            return _Run(recipe, options, rank, size, stop, progress).run()
+        finally:
+            progress.end()
+
+
+def plan_text(recipe: Recipe) -> str:
+    """What a run would do: stages and tasks."""
+    shards = list_shards(recipe)
+    files = {shard.file.location: shard.size for shard in shards}
+    lines = [f"input   {len(files)} file(s), {human_bytes(sum(files.values()))}, in {len(shards)} shard(s)"]
+    for stage in plan_stages(recipe, shards):
+        tasks = "as many tasks as output files" if stage.num_tasks is None else f"{stage.num_tasks} task(s)"
+        lines.append(f"stage   {stage.title(recipe)}: {tasks}")
+    lines.append(f"output  {recipe.output.path} ({recipe.format})")
+    return "\n".join(lines)
+
+
+@dataclass
+class _Run:
+    recipe: Recipe
+    options: RunOptions
+    rank: int
+    size: int
+    stop: StopRequest
+    progress: Progress
+    tasks_run: int = 0
+    tasks_before: int = 0
+    _plans: dict[str, list[Pieces]] = field(default_factory=dict)
+
+    def run(self) -> RunResult:
+        start = time.monotonic()
+        self.output = Path(self.recipe.output.path).expanduser().absolute()
+        shards = list_shards(self.recipe)
+        self.job = Job(self.recipe, shards, self.output / summary.WORK)
+        self.stages = plan_stages(self.recipe, shards)
+        if self.options.restart and self.rank == 0:
+            summary.remove_output(self.output)
+        complete = self._complete()
+        if complete is not None:
+            return complete
+        self._claim_output()
+        with Ranks(self.job.work, self.rank, self.size, self.options.rank_timeout_s) as ranks:
+            self._agree(ranks)
+            executor = self._executor()
+            try:
+                markers = {stage.name: self._stage(stage, executor, ranks) for stage in self.stages}
+            finally:
+                executor.close()
+            if self.rank > 0:
+                return self._wait_for_manifest(ranks)
+            manifest = self._finish(markers)
+        if not self.recipe.keep_work:
+            shutil.rmtree(self.job.work, ignore_errors=True)
+        self.progress.line(f"done: {manifest['rows']} rows in {duration(time.monotonic() - start)} -> {self.output}")
+        return RunResult(self.output, manifest, self.tasks_run, self.tasks_before)
+
+    # --- before the first task ---
+
+    @property
+    def fingerprint(self) -> str:
+        """Of everything that the output depends on."""
+        return self.stages[-1].fingerprint
+
+    def _complete(self) -> RunResult | None:
+        """The result that is there already; refuses one that isn't this recipe's, or was changed."""
+        manifest = summary.read_manifest(self.output)
+        if manifest is None:
+            return None
+        if manifest.get("fingerprint") == self.fingerprint:
+            wrong = summary.missing_files(self.output, manifest)
+            if wrong:
+                raise SwiftError(
+                    f"the output is complete, but {', '.join(wrong[:3])} has changed since",
+                    where=str(self.output),
+                    fix="--restart makes it anew",
+                )
+            self.progress.line(f"{self.output} is complete: {manifest['rows']} rows; nothing to do")
+            return RunResult(self.output, manifest, 0, 0, already_complete=True)
+        if (self.job.work / "plan").exists():  # kept for this: what hasn't changed is used again
+            return None
+        raise UsageError(
+            "the output folder holds the result of another recipe, or of this one with other settings or input",
+            where=str(self.output),
+            fix="choose another --output, or --restart to make it anew",
+        )
+
+    def _claim_output(self) -> None:
+        """The output folder is new, or ours: nobody's files are mixed with the result."""
+        if self.output.exists() and not self.output.is_dir():
+            raise UsageError("the output is a file, a folder is wanted", where=str(self.output))
+        ours = (summary.WORK, summary.MANIFEST)
+        if self.output.exists() and not any((self.output / name).exists() for name in ours):
+            other = next((path for path in self.output.iterdir() if not path.name.startswith(".")), None)
+            if other is not None:
+                raise UsageError(
+                    f"the output folder holds other files, such as {other.name}",
+                    where=str(self.output),
+                    fix="choose an empty or new folder",
+                )
+        with disk_errors(self.output):
+            self.job.work.mkdir(parents=True, exist_ok=True)
+
+    def _agree(self, ranks: Ranks) -> None:
+        """Rank 0 writes the plan down and the others compare theirs; an input that has changed since is refused."""
+        path = self.job.work / "plan"
+        plan = {
+            "fingerprint": self.fingerprint,
+            "inputs": [[item.path, item.text_column] for item in self.recipe.input],
+            "files": {shard.file.location: shard.stamp for shard in self.job.shards},
+        }
+        if self.rank > 0:
+            ranks.wait_for(
+                lambda: [] if _read(path).get("fingerprint") == plan["fingerprint"] else [0],
+                "the plan",
+                self.stop.check,
+            )
+            return
+        old = _read(path)
+        if old:
+            _refuse_changed_inputs(old, plan)
+        write_atomic(path, orjson.dumps(plan))
+
+    def _executor(self) -> Executor:
+        wanted = self.recipe.executor
+        if wanted.kind == "ray":
+            from swift.data.engine.ray_executor import RayExecutor
+
+            return RayExecutor(self.job, wanted.num_proc, wanted.address, self.stop)
+        num_proc = min(wanted.num_proc or _cores(), max(1, len(self.job.shards)))
+        return InProcess(self.job, self.stop) if num_proc == 1 else LocalPool(self.job, num_proc, self.stop)
+
+    # --- stages ---
+
+    def _stage(self, stage: Stage, executor: Executor, ranks: Ranks) -> list[dict[str, Any]]:
+        """Run what is missing of a stage, wait for the other ranks, and return all markers."""
+        pieces: list[Pieces] = self._pieces(stage) if stage.kind == "collect" else [()] * (stage.num_tasks or 0)
+        markers: dict[int, dict[str, Any]] = {}
+        for index, parts in enumerate(pieces):
+            marker = done_marker(self.job, stage, index, output=self.output, pieces=parts)
+            if marker is not None:
+                markers[index] = marker
+        mine = [index for index in range(len(pieces)) if ranks.mine(index)]
+        missing = [index for index in mine if index not in markers]
+        self.tasks_before += len(mine) - len(missing)
+        if missing:
+            self.progress.begin(stage.title(self.recipe), len(mine) - len(missing), len(mine))
+            calls = [Call(stage.name, index, pieces[index]) for index in missing]
+            executor.run(calls, self._taker(stage, markers))
+            self.progress.end()
+        self._wait_for_others(stage, pieces, markers, ranks)
+        everything = [markers[index] for index in range(len(pieces))]
+        if stage.kind == "read":
+            bad, read = _bad_rows(everything)
+            refuse_too_many(self.recipe, bad, read)
+        return everything
+
+    def _taker(self, stage: Stage, markers: dict[int, dict[str, Any]]) -> Callable[[Call, dict[str, Any]], None]:
+        bad = sum(_bad_rows([marker])[0] for marker in markers.values()) if stage.kind == "read" else 0
+
+        def take(call: Call, marker: dict[str, Any]) -> None:
+            nonlocal bad
+            markers[call.index] = marker
+            self.tasks_run += 1
+            self.progress.advance()
+            for note in marker["notes"]:
+                self.progress.line(note)
+            if stage.kind == "read":
+                bad += _bad_rows([marker])[0]
+                refuse_too_many(self.recipe, bad, None)
+
+        return take
+
+    def _wait_for_others(
+        self, stage: Stage, pieces: list[Pieces], markers: dict[int, dict[str, Any]], ranks: Ranks
+    ) -> None:
+        if self.size == 1:
+            return
+
+        def missing() -> list[int]:
+            late: set[int] = set()
+            for index in range(len(pieces)):
+                if index not in markers and index % self.size not in late:
+                    marker = done_marker(self.job, stage, index, output=self.output, pieces=pieces[index])
+                    if marker is None:
+                        late.add(index % self.size)
+                    else:
+                        markers[index] = marker
+            return sorted(late)
+
+        ranks.wait_for(missing, stage.title(self.recipe), self.stop.check)
+
+    def _pieces(self, stage: Stage) -> list[Pieces]:
+        """What each output file is put together from: neighbouring blocks, until they are of the wanted size."""
+        wanted = self.recipe.output_shard_bytes or 0
+        files: list[Pieces] = []
+        parts: list[tuple[int, int, int]] = []
+        size = 0
+        for shard in range(len(self.job.shards)):
+            first = 0
+            blocks = read_index(self.job.results(stage.source, shard))
+            for number, block in enumerate(blocks):
+                size += block.bytes
+                if size >= wanted:
+                    files.append((*parts, (shard, first, number + 1)))
+                    parts, size, first = [], 0, number + 1
+            if first < len(blocks):
+                parts.append((shard, first, len(blocks)))
+        return [*files, tuple(parts)] if parts else files
+
+    # --- the end ---
+
+    def _finish(self, markers: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+        final = self.stages[-1].name
+        manifest: dict[str, Any] = {
+            "format": 1,
+            "swift": __version__,
+            "fingerprint": self.fingerprint,
+            "output_format": self.recipe.format,
+            "seed": self.recipe.seed,
+        }
+        summary.publish(self.job, self.output, final, markers[final], manifest)
+        everything = [marker for stage in self.stages for marker in markers[stage.name]]
+        notes = [note for marker in everything for note in marker["notes"]]
+        ledger = summary.ledger_of(self.recipe, summary.merged_records(everything), notes)
+        ledger["cpu_s"] = round(sum(marker["cpu_s"] for marker in everything), 3)
+        ledger["stages"] = [
+            {
+                "title": stage.title(self.recipe),
+                "tasks": len(markers[stage.name]),
+                "cpu_s": round(sum(marker["cpu_s"] for marker in markers[stage.name]), 3),
+            }
+            for stage in self.stages
+        ]
+        write_atomic(self.output / summary.LEDGER, orjson.dumps(ledger, option=orjson.OPT_INDENT_2))
+        if self.recipe.keep_dropped:
+            folders = [self.job.folder(s.name, i) for s in self.stages for i in range(len(markers[s.name]))]
+            summary.write_dropped(folders, self.output)
+        manifest["recipe"] = self.recipe.as_json()
+        manifest["inputs"] = [shard.as_json() for shard in self.job.shards]
+        write_report(self.output, ledger, manifest)
+        as_json = orjson.dumps(manifest, option=orjson.OPT_INDENT_2, default=str)
+        write_atomic(self.output / summary.MANIFEST, as_json)
+        return orjson.loads(as_json)  # type: ignore[no-any-return]
+
+    def _wait_for_manifest(self, ranks: Ranks) -> RunResult:
+        """Ranks after the first are done when the first has published."""
+
+        def published() -> bool:
+            manifest = summary.read_manifest(self.output)
+            return manifest is not None and manifest.get("fingerprint") == self.fingerprint
+
+        ranks.wait_for(lambda: [] if published() else [0], "the output", self.stop.check)
+        manifest = summary.read_manifest(self.output)
+        assert manifest is not None
+        return RunResult(self.output, manifest, self.tasks_run, self.tasks_before)
+
+
+def _bad_rows(markers: list[dict[str, Any]]) -> tuple[int, int]:
+    """Bad rows, and rows."""
+    tallies = [record["tally"] for marker in markers for record in marker["records"] if record["label"] == READ]
+    return sum(sum(tally["dropped"].values()) for tally in tallies), sum(tally["read"] for tally in tallies)
+
+
+def _refuse_changed_inputs(old: dict[str, Any], new: dict[str, Any]) -> None:
+    before, now = old["files"], new["files"]
+    for location, stamp in now.items():
+        if before.get(location, stamp) != stamp:
+            raise changed_input(location)
+    if old["inputs"] == new["inputs"] and set(before) != set(now):
+        other = sorted(set(before) ^ set(now))[0]
+        raise DataError(
+            f"the input has {'lost' if other in before else 'got'} a file since this run began",
+            where=other,
+            fix="--restart forgets what is done and reads everything again; or put things back",
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return orjson.loads(path.read_bytes())  # type: ignore[no-any-return]
+    except (FileNotFoundError, orjson.JSONDecodeError):
+        return {}
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,204 @@
+"""What a run leaves beside its rows: the manifest, the ledger, the list of dropped rows.
+
+Files get their places in an order that a kill can interrupt anywhere: what is about to be moved is written down first,
+and the manifest, which says that the output is complete, comes last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import zstandard
+
+from swift.core.errors import SwiftError
+from swift.core.files import disk_errors, fsync_dir, write_atomic
+from swift.core.version import __version__
+from swift.data.engine.chain import Record
+from swift.data.engine.operator import OPERATORS
+from swift.data.engine.recipe import Recipe
+from swift.data.engine.task import BAD_SHARDS, DROPPED_NAME, OUTPUT, READ, RESULTS, Job, make_sink
+
+# names that begin with _ or . aren't data to anything that reads a folder
+MANIFEST, LEDGER, REPORT, DROPPED = "_manifest.json", "_ledger.json", "_report.html", "_dropped.jsonl.zst"
+WORK = ".work"
+
+
+def read_manifest(output: Path) -> dict[str, Any] | None:
+    """The manifest of a complete output; None if there is none.
+
+    Raises:
+        SwiftError: it is damaged.
+    """
+    path = output / MANIFEST
+    try:
+        value = orjson.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except orjson.JSONDecodeError as error:
+        raise SwiftError(f"the manifest is damaged: {error}", where=str(path), fix="--restart makes it anew") from None
+    return value  # type: ignore[no-any-return]
+
+
+def missing_files(output: Path, manifest: dict[str, Any]) -> list[str]:
+    """Files of a complete output that are gone or have another size."""
+    wrong = []
+    for file in manifest["files"]:
+        try:
+            size = (output / file["name"]).stat().st_size
+        except OSError:
+            size = -1
+        if size != file["bytes"]:
+            wrong.append(file["name"])
+    return wrong
+
+
+def remove_output(output: Path) -> None:
+    """Remove what a run has left: the files that its manifest names, its reports, and its work folder; nothing else."""
+    manifest = read_manifest_or_none(output) or {"files": []}
+    with disk_errors(output):
+        for name in [MANIFEST, *(file["name"] for file in manifest["files"]), LEDGER, REPORT, DROPPED]:
+            (output / name).unlink(missing_ok=True)
+        for name in _planned(output / WORK):
+            (output / name).unlink(missing_ok=True)
+        shutil.rmtree(output / WORK, ignore_errors=True)
+
+
+def read_manifest_or_none(output: Path) -> dict[str, Any] | None:
+    """The manifest; None also if it is damaged."""
+    try:
+        return read_manifest(output)
+    except SwiftError:
+        return None
+
+
+def merged_records(markers: Iterable[dict[str, Any]]) -> dict[str, Record]:
+    """The records of all tasks, by operator."""
+    records: dict[str, Record] = {}
+    for marker in markers:
+        for values in marker["records"]:
+            record = Record.from_json(values)
+            if record.label in records:
+                records[record.label].merge(record)
+            else:
+                records[record.label] = record
+    return records
+
+
+def ledger_of(recipe: Recipe, records: dict[str, Record], notes: list[str]) -> dict[str, Any]:
+    """What every operator did, in order, as plain values."""
+    labels = [READ, *(step.label for step in recipe.steps), OUTPUT]
+    read = records.get(READ, Record(READ))
+    bytes_each = read.bytes / max(1, read.tally.characters_in)  # of UTF-8 for each character
+    names = {step.label: step.name for step in recipe.steps}
+    entries = []
+    for label in labels:
+        if label not in records:
+            continue
+        record = records[label]
+        tally = record.tally
+        size = record.bytes or tally.characters_in * bytes_each
+        unaccounted = tally.read - tally.kept - tally.dropped.total() if label in names else 0
+        entry = {
+            "label": label,
+            "does": _does(names[label]) if label in names else "",
+            "settings": next((step.settings for step in recipe.steps if step.label == label), {}),
+            "tally": tally.as_json(),
+            "cpu_s": round(record.cpu_s, 3),
+            "mb_per_cpu_s": round(size / 1e6 / record.cpu_s, 2) if record.cpu_s > 0.001 else None,
+        }
+        if unaccounted > 0:
+            entry["unaccounted"] = unaccounted
+        entries.append(entry)
+    return {
+        "recipe": recipe.name,
+        "swift": __version__,
+        "operators": entries,
+        "bad_shards": dict(read.tally.labels.get(BAD_SHARDS, {})),
+        "notes": notes,
+    }
+
+
+def _does(name: str) -> str:
+    return (OPERATORS[name].__doc__ or "").strip().splitlines()[0]
+
+
+def publish(job: Job, output: Path, final: str, markers: list[dict[str, Any]], manifest: dict[str, Any]) -> None:
+    """Move the files of the last stage into the output folder.
+
+    Args:
+        job: of the run. output: the folder. final: the last stage. markers: of its tasks, in order.
+        manifest: completed here with files and rows; not written yet.
+    """
+    files: list[dict[str, Any]] = []
+    sources: dict[str, Path] = {}
+    for index, marker in enumerate(markers):
+        for file in marker["files"]:
+            if file["name"] == DROPPED_NAME:
+                continue
+            name = file["name"].removeprefix(f"{RESULTS}/")
+            rows = marker["facts"]["rows"] if marker["facts"].get("file") == name else None
+            files.append({"name": name, **({} if rows is None else {"rows": rows}), **_rest(file)})
+            sources[name] = job.results(final, index) / name
+    manifest["rows"] = sum(marker["facts"].get("rows", 0) for marker in markers)
+    manifest["files"] = files
+    manifest["sha256"] = hashlib.sha256(orjson.dumps([[f["name"], f["sha256"]] for f in files])).hexdigest()
+    old = read_manifest_or_none(output) or {"files": []}
+    stale = {file["name"] for file in old["files"]} | set(_planned(job.work))
+    with disk_errors(output):
+        write_atomic(job.work / "finish", json.dumps(list(sources)))
+        (output / MANIFEST).unlink(missing_ok=True)
+        for name in stale - set(sources):
+            (output / name).unlink(missing_ok=True)
+        for name, source in sources.items():
+            target = output / name
+            if source.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                source.replace(target)
+            elif not target.exists():
+                raise SwiftError(f"the file {name} of the work folder is gone", where=str(source), fix="--restart")
+        fsync_dir(output)
+    facts = [marker["facts"] for marker in markers]
+    before = {path for path in output.rglob("*") if path.is_file() and WORK not in path.parts}
+    manifest["sink"] = make_sink(job.recipe).finish(output, facts)
+    for path in sorted(output.rglob("*")):  # what the sink has added belongs to the output as well
+        name = str(path.relative_to(output))
+        if path.is_file() and path not in before and not name.startswith(WORK):
+            files.append({"name": name, "bytes": path.stat().st_size, "sha256": _sha256(path)})
+
+
+def _planned(work: Path) -> list[str]:
+    try:
+        return list(json.loads((work / "finish").read_text()))
+    except (OSError, ValueError):
+        return []
+
+
+def _rest(file: dict[str, Any]) -> dict[str, Any]:
+    return {"bytes": file["bytes"], "sha256": file["sha256"]}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_dropped(folders: Iterable[Path], output: Path) -> None:
+    """The lists of dropped rows of all tasks as one file, in the order of stages and tasks."""
+    aside = output / WORK / DROPPED
+    path = output / DROPPED
+    with disk_errors(path):
+        with aside.open("wb") as file:
+            empty = zstandard.ZstdCompressor().compress(b"")
+            file.write(empty)  # a list of nothing is a valid file as well
+            for folder in folders:
+                part = folder / DROPPED_NAME
+                if part.exists():
+                    with part.open("rb") as source:
+                        shutil.copyfileobj(source, file)  # zstd frames may follow each other
+        aside.replace(path)
