@@ -7,6 +7,7 @@ that a user sees all faults at once.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from swift.config.commands import MergeLoraConfig
 from swift.config.data import DataConfig, RowsConfig
 from swift.config.resolve import Problem, raise_problems
 from swift.core.errors import SwiftError, nearest
+from swift.core.network import follow_flags
 from swift.data.sources import parse_source, resolve_rows, resolve_sources
 from swift.models.hub import check_model_source, is_adapter_folder
 
@@ -30,6 +32,7 @@ def precheck(config: Any, *, places: Mapping[str, str] | None = None) -> None:
         UsageError: naming all faults at once.
     """
     where = places or {}
+    follow_flags(offline=config.model.offline, use_hf=config.model.use_hf)
     problems = find_problems(config, places=where)
     adapters = [_at(where, "adapters", fault) for name in config.model.adapters if (fault := _adapter_fault(name))]
     problems += adapters
@@ -47,13 +50,13 @@ def _data_faults(places: Mapping[str, str], data: RowsConfig) -> list[Problem]:
         problem
         for setting in ("dataset", "val_dataset")
         for text in getattr(data, setting)
-        for problem in _raised(places, setting, parse_source, text)
+        for problem in _raised(places, setting, partial(parse_source, fetch=False), text)
     ]
     if problems or max(len(data.model_name), len(data.model_author)) > 2:  # the settings' own check has said so
         return problems
     if isinstance(data, DataConfig) and data.dataset:
-        return _raised(places, "dataset", resolve_sources, data)
-    return _raised(places, "dataset", resolve_rows, data)
+        return _raised(places, "dataset", partial(resolve_sources, fetch=False), data)
+    return _raised(places, "dataset", partial(resolve_rows, fetch=False), data)
 
 
 def _raised(places: Mapping[str, str], setting: str, ask: Any, subject: Any) -> list[Problem]:

@@ -21,6 +21,7 @@ from swift.config.data import DataConfig, TemplateConfig
 from swift.core.errors import DataError, UsageError, did_you_mean
 from swift.core.files import write_atomic
 from swift.core.version import __version__
+from swift.data.files import is_url, stamp_of
 from swift.data.ledger import SOFT_REASONS, Ledger, SourceTally
 from swift.data.pipeline import Chunk, ChunkResult, Encoder, Task, Workers
 from swift.data.rows import RowRef
@@ -142,14 +143,14 @@ def prepare_datasets(
 
 
 def data_fingerprint(data: DataConfig, template: TemplateConfig, encoder: Encoder, seed: int) -> str:
-    """A hash of everything that decides the examples: settings, encoder, and each file's path, size and time."""
+    """A hash of everything that decides the examples: settings, encoder, and each file's place and stamp."""
     settings = asdict(data)
     settings.pop("dataset_num_proc")  # changes the time only
     files = []
     for source in chain(*resolve_sources(data)):
         for file in source.files:
-            stat = file.path.stat()
-            files.append([str(file.path.resolve()), file.part, stat.st_size, stat.st_mtime_ns])
+            place = file.location if is_url(file.location) else str(file.path.resolve())
+            files.append([place, file.part, stamp_of(file.location)])
     parts = [__version__, settings, asdict(template), encoder.fingerprint(), seed, files]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -298,8 +299,8 @@ class _Builder:
 
 def _note_shared_files(train: list[Source], validation: list[Source], ledger: Ledger) -> None:
     shared = {file for source in train for file in source.files} & {f for source in validation for f in source.files}
-    for file in sorted(shared, key=lambda file: str(file.path)):
-        ledger.note(f"{file.path} is used both for training and for evaluation")
+    for file in sorted(shared, key=lambda file: file.name):
+        ledger.note(f"{file.name} is used both for training and for evaluation")
 
 
 def _nothing_left(split: str, ledger: Ledger, template: TemplateConfig) -> DataError:

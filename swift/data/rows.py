@@ -14,13 +14,18 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class RowRef:
-    """Where a row comes from: the file and the 1-based line on which it starts (row number for parquet)."""
+    """Where a row comes from: the file and the 1-based line on which it starts (row number for parquet and arrow).
+
+    `by_offset`: `line` is the number of bytes before the row instead, since counting the lines would have cost a
+    second reading of a large file; written `file@byte`.
+    """
 
     file: str
     line: int
+    by_offset: bool = False
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        return f"{self.file}{'@' if self.by_offset else ':'}{self.line}"
 
 
 @dataclass(slots=True)

@@ -13,12 +13,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from swift.config.data import RowsConfig
+from swift.core.logging import get_logger
+from swift.data.files import size_of
 from swift.data.pipeline import Chunk, chunked
-from swift.data.readers import FileTally, RawRow, count_raw, parse_raw, read_raw
+from swift.data.readers import EmptyFileError, FileTally, RawRow, count_raw, parse_raw, read_raw
 from swift.data.rows import Row, RowProblem, RowRef
 from swift.data.selfcog import Identity, fill_identity, identity_from
 from swift.data.shapes import RowOptions, normalise_row
 from swift.data.sources import Source, parse_source
+
+log = get_logger("data")
 
 TRAIN, VALIDATION = "train", "validation"
 
@@ -54,15 +58,30 @@ def choose(source: Source, shuffle: bool, rng: np.random.Generator) -> Choice:
         return Choice()
     if not shuffle:
         return Choice(limit=source.count, count=source.count)
-    total = sum(count_raw(file) for file in source.files)
+    total = count_rows(source)
     if source.count >= total:
         return Choice(count=source.count, shuffle=True)
     return Choice(frozenset(rng.choice(total, source.count, replace=False).tolist()), count=source.count, shuffle=True)
 
 
+def count_rows(source: Source) -> int:
+    """The rows of all files of a source; shards without any count as 0 beside others."""
+    total = 0
+    for file in source.files:
+        try:
+            total += count_raw(file)
+        except EmptyFileError:
+            if len(source.files) == 1:
+                raise
+    return total
+
+
 @dataclass
 class SourceReading:
-    """One pass over the chosen rows of a source: `chunks` gives them; blank lines and notes add up on the way."""
+    """One pass over the chosen rows of a source: `chunks` gives them; blank lines and notes add up on the way.
+
+    A shard without rows is a note among others, and an error when it is the only file or when all are like it.
+    """
 
     source: Source
     choice: Choice
@@ -73,6 +92,7 @@ class SourceReading:
     _bytes_done: int = 0
     _tally: FileTally = field(default_factory=FileTally)
     _size: int = 0
+    _empty: list[str] = field(default_factory=list)
 
     def chunks(self) -> Iterator[Chunk]:
         """The rows, in order, grouped for the pipeline."""
@@ -80,12 +100,21 @@ class SourceReading:
             if self.choice.limit is not None and self._ordinal >= self.choice.limit:
                 return
             self._tally = tally = FileTally()
-            self._size = file.path.stat().st_size
-            yield from chunked(self._chosen(read_raw(file, tally)), str(file.path), self.identity)
+            self._size = size_of(file.location)
+            try:
+                yield from chunked(self._chosen(read_raw(file, tally)), file.name, self.identity)
+            except EmptyFileError as error:
+                self._empty.append(file.name)
+                if len(self._empty) == len(self.source.files):
+                    raise
+                log.debug("%s", error)
             self.blank += tally.blank
             self.notes += tally.notes
             self._bytes_done += self._size
             self._size = 0
+        if self._empty:
+            names = ", ".join(self._empty[:5]) + (", …" if len(self._empty) > 5 else "")
+            self.notes.append(f"{self.source.text}: {len(self._empty)} file(s) without rows: {names}")
 
     @property
     def bytes_done(self) -> float:
@@ -119,7 +148,7 @@ class Progress:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self._total = sum(file.path.stat().st_size for source in self.sources for file in source.files)
+        self._total = sum(size_of(file.location) for source in self.sources for file in source.files)
         self._finished, self._start = 0.0, time.monotonic()
 
     def add(self, rows: int, reading: SourceReading) -> None:
@@ -129,7 +158,7 @@ class Progress:
 
     def finish(self, source: Source) -> None:
         """A source is through."""
-        self._finished += sum(file.path.stat().st_size for file in source.files)
+        self._finished += sum(size_of(file.location) for file in source.files)
         self._tell(self._finished)
 
     def _tell(self, bytes_done: float) -> None:

@@ -17,6 +17,7 @@ from swift.core.errors import SwiftError, UsageError
 from swift.core.logging import get_logger
 from swift.data.dataset import prepare_datasets
 from swift.data.encode import ChatEncoder
+from swift.data.files import open_packed
 from swift.data.rows import Row, RowProblem, RowRef
 from swift.data.selection import TRAIN, data_rng, iter_rows, open_source
 from swift.data.sources import parse_source
@@ -190,6 +191,6 @@ def _hashes(text: str) -> list[str]:
     """SHA-256 of every file of a dataset argument."""
     hashes = []
     for part in parse_source(text).files:
-        with part.path.open("rb") as file:
+        with open_packed(part.location) as file:
             hashes.append(hashlib.file_digest(file, "sha256").hexdigest() + (f":{part.part}" if part.part else ""))
     return hashes

@@ -8,9 +8,7 @@ exception is the first use of `smollm2`, which converts the packaged weights.
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from swift.config.model import ModelConfig
 from swift.core.errors import ModelError, NetworkError, nearest
 from swift.core.extras import require
 from swift.core.logging import get_logger
+from swift.core.network import set_offline
 from swift.models.smollm2 import SMOLLM2_NAMES, smollm2_folder
 
 log = get_logger("models")
@@ -82,14 +81,6 @@ def check_model_source(config: ModelConfig) -> None:
         check_model_folder(Path(name).expanduser())
     else:
         _require_hub_id(name)
-
-
-def set_offline() -> None:
-    """Forbid network access to the hub libraries in this process and in those it starts."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    constants = sys.modules.get("huggingface_hub.constants")
-    if constants is not None:  # it reads the variable once, at import
-        constants.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
 
 
 def looks_local(name: str) -> bool:

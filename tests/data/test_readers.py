@@ -15,7 +15,7 @@ import pytest
 import zstandard
 
 from swift.config.data import DataConfig
-from swift.core.errors import DataError, SwiftError, UsageError
+from swift.core.errors import DataError, NetworkError, SwiftError, UsageError
 from swift.data.readers import FileTally, count_raw, parse_raw, read_raw
 from swift.data.rows import RowProblem
 from swift.data.sources import SELF_COGNITION_FILE, DataFile, parse_source, resolve_sources
@@ -282,6 +282,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("one.jsonl", "b.jsonl", "a.jsonl", "_hidden.jsonl", ".dot.jsonl", "sub/x.jsonl", "deep/er/y.jsonl"):
         put(tmp_path / name, jsonl(ROWS))
     put(tmp_path / "README.md", "x")
+    put(tmp_path / "notes.docx", "x")
     for name in ("train-00000-of-00002.csv", "train-00001-of-00002.csv", "test.csv"):
         put(tmp_path / "parts" / name, "query,response\na,b\n")
     put(tmp_path / "odd #1:x.jsonl", jsonl(ROWS))
@@ -346,10 +347,10 @@ def test_shipped_rows(tree: Path, argument: str) -> None:
         ("gone/x.jsonl", DataError, "gone/x.jsonl", "check the path"),
         ("quite.jsonl", DataError, "quite.jsonl", "check the path"),
         ("subb", DataError, "'subb'", "did you mean sub?"),
-        ("tatsu/alpaca", DataError, "local files only", "download"),
-        ("hf::tatsu/alpaca#5", DataError, "local files only", "download"),
+        ("tatsu/alpaca", NetworkError, "network is forbidden", "hf download"),
+        ("hf::tatsu/alpaca#5", NetworkError, "network is forbidden", "hf download"),
         ("self-cogniton", DataError, "self-cogniton", "did you mean self-cognition?"),
-        ("README.md", DataError, "not a data file", "convert"),
+        ("notes.docx", DataError, "not a data file", "convert"),
         ("deep", DataError, "sub-folders", "deep:er"),
         ("hollow", DataError, "no data file", ".jsonl"),
         ("hollow:all", DataError, "no data file", ".jsonl"),
