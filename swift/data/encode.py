@@ -9,8 +9,6 @@ Knows nothing of files, batches or models.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,11 +19,13 @@ import numpy as np
 from swift.config.data import PromptConfig, TemplateConfig
 from swift.core.errors import DataError, TemplateError, UsageError
 from swift.data.conversation import last_round_thinks, read_system, shape_calls, turn_weights, without_marks
+from swift.data.fast_tokenizer import FastTokenizer
 from swift.data.probe import PROBE_TOOL, TemplateFacts, dated_renderings, probe
 from swift.data.rows import Row, RowProblem
 from swift.data.shown import check_shown
 from swift.data.spans import Conversation, TurnFinder
 from swift.data.template import Refusal, Renderer, install_template
+from swift.data.token_identity import combined, tokenizer_parts
 from swift.data.tokens import Tokens, added_token_pattern
 
 # Part of the fingerprint: raise it when the same row and template would come out as other tokens or weights.
@@ -113,12 +113,14 @@ class ChatEncoder:
         self.notices: list[str] = []
         self.template: str | None = None
         self._tokens = Tokens(tokenizer)
+        self._texts = FastTokenizer(tokenizer)
         self._added = added_token_pattern(tokenizer)
         self._voices: dict[str, _Voice] = {}
         self._name = "plain text"
         if self.use_chat_template:
             self._name, self.notices = install_template(tokenizer, config)
             self._tokens = Tokens(tokenizer)
+            self._texts = FastTokenizer(tokenizer)
             voice = self._voice(None)
             self.template = voice.render.template
             self._check_system(voice)
@@ -212,22 +214,44 @@ class ChatEncoder:
         ids = [self.tokenizer.convert_tokens_to_ids(name) for name in names]
         return list(dict.fromkeys(int(i) for i in ids if i is not None))
 
+    def tokenizer_parts(self) -> dict[str, str]:
+        """A hash for each part of the tokenizer's rules (`token_identity`)."""
+        return tokenizer_parts(self.tokenizer)
+
+    def settings(self) -> dict[str, Any]:
+        """All that decides the ids and weights of a row beside the tokenizer's rules, by the name of its flag: what
+        can't matter under the others is left out. Template and system prompt stand as hashes of their texts."""
+        config = self.config
+        kept: dict[str, Any] = {
+            "version": ENCODING_VERSION,
+            "use_chat_template": self.use_chat_template,
+            "max_length": config.max_length,
+            "truncation_strategy": config.truncation_strategy,
+            "loss_scale": config.loss_scale,
+            "eos_token": self.eos_token,
+        }
+        if self.use_chat_template:
+            kept["history_turns"] = config.history_turns
+            kept["enable_thinking"] = config.enable_thinking
+            kept["add_non_thinking_prefix"] = config.add_non_thinking_prefix
+            kept["system"] = combined({"text": self.system}) if self.system else None
+            kept["template"] = combined({"text": self.tokenizer.chat_template})
+            kept["special_tokens"] = combined(
+                {key: str(value) for key, value in self.tokenizer.special_tokens_map.items()}
+            )
+        return kept
+
+    def dated(self) -> list[list[str]]:
+        """Prompts as they come out today, of templates that write the date; empty for all others."""
+        if not self.use_chat_template:
+            return []
+        templates = {self._template_for(tools) for tools in (None, [PROBE_TOOL])}
+        return [dated_renderings(Renderer(self.tokenizer, template)) for template in sorted(templates)]
+
     def fingerprint(self) -> str:
         """A hash that changes whenever the encoding of some row could: settings, template, tokenizer, and the date
         where the template writes it."""
-        parts: dict[str, Any] = {
-            "version": ENCODING_VERSION,
-            "config": asdict(self.config),
-            "system": self.system,
-            "template": self.tokenizer.chat_template if self.use_chat_template else None,
-            "special": {key: str(value) for key, value in self.tokenizer.special_tokens_map.items()},
-            "tokenizer": hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
-        }
-        if self.use_chat_template:
-            templates = {self._template_for(tools) for tools in (None, [PROBE_TOOL])}
-            renderers = [Renderer(self.tokenizer, template) for template in sorted(templates)]
-            parts["dated"] = [dated_renderings(render) for render in renderers]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+        return combined({"tokenizer": self.tokenizer_parts(), "settings": self.settings(), "dated": self.dated()})
 
     # --- conversations ---
 
@@ -340,13 +364,21 @@ class ChatEncoder:
         results: list[Any] = [None] * len(drafts)
         for plain in (False, True):
             chosen = [i for i, draft in enumerate(drafts) if draft.plain == plain]
-            if chosen:
-                encodings = self._tokens.encode([drafts[i].text for i in chosen], special=plain)
-                for i, encoding in zip(chosen, encodings, strict=True):
+            texts = [i for i in chosen if plain and not drafts[i].spans]
+            for i, ids in zip(texts, self._texts.encode_batch([drafts[i].text for i in texts]), strict=True):
+                results[i] = ids
+            marked = [i for i in chosen if not plain or drafts[i].spans]
+            if marked:
+                encodings = self._tokens.encode([drafts[i].text for i in marked], special=plain)
+                for i, encoding in zip(marked, encodings, strict=True):
                     results[i] = encoding
+        self.counts.update(self._texts.counts)
+        self._texts.counts.clear()
         return results
 
     def _finish(self, row: Row, draft: _Draft, encoding: Any) -> list[Encoded]:
+        if isinstance(encoding, np.ndarray):
+            return self._finish_text(row, draft, encoding)
         ids: list[int] = encoding.ids
         weights = np.full(len(ids), draft.base_weight, dtype=np.float32)
         examples: list[Encoded] = []
@@ -366,6 +398,19 @@ class ChatEncoder:
             examples.insert(0, Encoded(np.array(ids, dtype=np.int32), weights))
         if not examples:
             raise _all_masked("its assistant messages are empty")
+        return self._pieces(row, examples, len(ids))
+
+    def _finish_text(self, row: Row, draft: _Draft, ids: np.ndarray) -> list[Encoded]:
+        """A plain text whose tokens all weigh the same."""
+        if draft.append_eos and (not len(ids) or ids[-1] != self.tokenizer.eos_token_id):
+            ids = np.append(ids, np.int32(self.tokenizer.eos_token_id))
+        if len(ids) < 2 or not draft.base_weight:
+            raise _all_masked("its assistant messages are empty")
+        example = Encoded(ids, np.full(len(ids), draft.base_weight, dtype=np.float32))
+        return self._pieces(row, [example], len(ids))
+
+    def _pieces(self, row: Row, examples: list[Encoded], num_tokens: int) -> list[Encoded]:
+        """The examples brought to max_length, with nothing trained where nothing precedes."""
         pieces = [piece for example in examples for piece in self._fit(row, example)]
         for piece in pieces:
             piece.loss_weights[0] = 0.0
@@ -373,7 +418,7 @@ class ChatEncoder:
         if not pieces:
             raise RowProblem(
                 "masked_by_truncation",
-                f"cut to max_length {self.config.max_length}, no trained token is left of {len(ids)}",
+                f"cut to max_length {self.config.max_length}, no trained token is left of {num_tokens}",
                 "raise --max_length, or cut the other side (--truncation_strategy left or right)",
             )
         return pieces

@@ -33,6 +33,9 @@ _ENCODING_REMARKS = {
     "merged_borders": "answers made examples of their own, since their first letters would merge with the prompt",
     "continued_prompts": "answers trained as prompt + answer, since the template can't show them otherwise",
     "special_text": "rows whose messages contain the text of special tokens",
+    "added_in_text": "plain texts that contain the string of an added token, which is read as that token",
+    "tokenised_fast": "texts tokenised by the fast path, equal to the reference on a sample of each part",
+    "fast_path_differed": "texts tokenised by the reference, since the fast path differed on a sample of their part",
 }
 
 
@@ -288,7 +291,11 @@ class Ledger:
                 lines.append(
                     f"{tally.source}: {tally.repeated:,} repetitions, since # asks for more rows than there are"
                 )
-        lines += [f"{_ENCODING_REMARKS.get(name, name)}: {count:,}" for name, count in self.encoding.items() if count]
+        lines += [
+            f"{_ENCODING_REMARKS.get(name, name)}: {count:,}"
+            for name, count in self.encoding.items()
+            if count and name != "tokenised_reference"
+        ]
         return lines + self.notes
 
     def render(self) -> str:
