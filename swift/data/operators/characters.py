@@ -1,0 +1,76 @@
+"""What kind of character each code point is, as one table that kernels and plain code share.
+
+Scripts that are written without spaces (Chinese, Japanese, Thai, Lao, Khmer, Burmese) have no words between spaces:
+each of their letters counts as a word of its own, so that rules about numbers of words don't drop such texts.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+SPACE = 1
+ALPHA = 2
+ALNUM = 4
+UNSPACED = 8  # a letter of a script without spaces
+BULLET = 16
+DASH_BULLET = 32  # a bullet where white space follows
+SENTENCE_END = 64
+WIDE_END = 128  # ends a sentence without a space behind it
+CLOSING = 256  # may stand between the end of a sentence and the space
+C4_END = 512
+LINE_END = 1024
+
+# blocks; code points in them count when they are letters
+UNSPACED_BLOCKS = (
+    (0x0E00, 0x0EFF),  # Thai, Lao
+    (0x1000, 0x109F),  # Myanmar
+    (0x1780, 0x17FF),  # Khmer
+    (0x3040, 0x30FF),  # Hiragana, Katakana
+    (0x31F0, 0x31FF),
+    (0x3400, 0x4DBF),  # Han
+    (0x4E00, 0x9FFF),
+    (0xF900, 0xFAFF),
+    (0xFF66, 0xFF9F),
+    (0x20000, 0x323AF),
+)
+BULLETS = "•‣⁃◦∙●○▪▫■□▶►◀◆◇★☆✓✔➢➤→·–—"
+DASHES = "-*+"
+ENDS = ".!?…‽؟۔।॥։።፧၊။៕"
+WIDE_ENDS = "。！？｡．"
+CLOSERS = "\"'”’»)]}」』）】》›"
+C4_ENDS = '.!?"' + "”" + "。！？｡」』…؟۔।"
+LINE_ENDS = ENDS + WIDE_ENDS + "\"'”’»」』;:)" + "）；："
+TABLE_SIZE = 0x32400  # no letter, digit or space lies beyond
+
+
+@cache
+def character_table() -> np.ndarray:
+    """The bits above for each code point below `TABLE_SIZE`, uint16."""
+    table = np.zeros(TABLE_SIZE, np.uint16)
+    characters = list(map(chr, range(TABLE_SIZE)))
+    table[[c.isspace() for c in characters]] |= SPACE
+    table[[c.isalpha() for c in characters]] |= ALPHA
+    table[[c.isalnum() for c in characters]] |= ALNUM
+    for first, last in UNSPACED_BLOCKS:
+        block = table[first : last + 1]
+        block[(block & ALPHA) != 0] |= UNSPACED
+    sets = (
+        (BULLETS, BULLET),
+        (DASHES, DASH_BULLET),
+        (ENDS, SENTENCE_END),
+        (WIDE_ENDS, SENTENCE_END | WIDE_END),
+        (CLOSERS, CLOSING),
+        (C4_ENDS, C4_END),
+        (LINE_ENDS, LINE_END),
+    )
+    for members, bits in sets:
+        table[list(map(ord, members))] |= bits
+    return table
+
+
+def kind(character: str) -> int:
+    """The bits of one character."""
+    code = ord(character)
+    return int(character_table()[code]) if code < TABLE_SIZE else 0
