@@ -1,0 +1,1 @@
+"""What the deduplication operators are made of: hashes, sorted runs on disk, connected components, suffix arrays."""
