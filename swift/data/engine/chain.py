@@ -26,7 +26,7 @@ class RecordingTally(Tally):
         super().__init__()
         self._tell = tell
 
-    def drop(self, document: Document, reason: str, note: str = "") -> None:
+    def drop(self, document: Document, reason: str, note: str | Callable[[], str] = "") -> None:
         """As `Tally.drop`."""
         super().drop(document, reason, note)
         if self._tell is not None:

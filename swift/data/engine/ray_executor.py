@@ -75,7 +75,7 @@ class RayExecutor:
             ) from failure
         if error is not None:
             raise error
-        return marker  # type: ignore[no-any-return]
+        return marker
 
     def close(self) -> None:
         """Leave the cluster; one that was started here ends."""

@@ -109,11 +109,11 @@ def _shares(entries: Entries) -> str:
     read, output = _find(entries, "read"), _find(entries, "output")
     parts = []
     for group in ("language", "source", "domain"):
-        before = read.labels.get(group) or next(
+        before: dict[str, int] = read.labels.get(group) or next(
             (tally.labels[group] for entry, tally in entries if group in tally.labels and entry["label"] != "output"),
             {},
         )
-        after = output.labels.get(group, {})
+        after: dict[str, int] = output.labels.get(group, {})
         if before or after:
             parts.append(f"<h3>{group.capitalize()}</h3>" + share_rows(dict(before), dict(after)))
     for entry, tally in entries:

@@ -333,7 +333,7 @@ class _Run:
         write_report(self.output, ledger, manifest)
         as_json = orjson.dumps(manifest, option=orjson.OPT_INDENT_2, default=str)
         write_atomic(self.output / summary.MANIFEST, as_json)
-        return orjson.loads(as_json)  # type: ignore[no-any-return]
+        return orjson.loads(as_json)
 
     def _wait_for_manifest(self, ranks: Ranks) -> RunResult:
         """Ranks after the first are done when the first has published."""
@@ -370,7 +370,7 @@ def _refuse_changed_inputs(old: dict[str, Any], new: dict[str, Any]) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return orjson.loads(path.read_bytes())  # type: ignore[no-any-return]
+        return orjson.loads(path.read_bytes())
     except (FileNotFoundError, orjson.JSONDecodeError):
         return {}
 

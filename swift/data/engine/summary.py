@@ -42,7 +42,7 @@ def read_manifest(output: Path) -> dict[str, Any] | None:
         return None
     except orjson.JSONDecodeError as error:
         raise SwiftError(f"the manifest is damaged: {error}", where=str(path), fix="--restart makes it anew") from None
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def missing_files(output: Path, manifest: dict[str, Any]) -> list[str]:

@@ -175,7 +175,7 @@ def done_marker(job: Job, stage: Stage, index: int, *, output: Path, pieces: Pie
         moved = output / file["name"].removeprefix(f"{RESULTS}/")
         if not (stage.final and _size(moved) == file["bytes"]):
             return None
-    return marker  # type: ignore[no-any-return]
+    return marker
 
 
 def _size(path: Path) -> int:
