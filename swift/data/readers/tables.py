@@ -143,32 +143,27 @@ def _arrow_batches(file: DataFile, tally: FileTally) -> Iterator[Any]:
             return
         if not stream.peek(1):
             return
-        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            yield from _mapped_batches(mapped, is_file, tally)
+        # never closed by hand: batches in use point into it, and the last of them frees it
+        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        yield from _mapped_batches(mapped, is_file, tally)
 
 
 def _mapped_batches(mapped: mmap.mmap, is_file: bool, tally: FileTally) -> Iterator[Any]:
     """Batches that lie in mapped memory; pages that are done with are given back, or the process would grow."""
     import pyarrow as pa
 
-    buffer = pa.py_buffer(mapped)
-    source = pa.BufferReader(buffer)
-    try:
-        if is_file:
-            reader = pa.ipc.open_file(source)
-            for index in range(reader.num_record_batches):
-                tally.share = index / reader.num_record_batches
-                yield reader.get_batch(index)
-                _forget(mapped)
-        else:
-            for batch in pa.ipc.open_stream(source):
-                tally.share = source.tell() / max(1, len(mapped))
-                yield batch
-                _forget(mapped)
-    finally:
-        reader = batch = None
-        source.close()
-        del buffer, source
+    source = pa.BufferReader(pa.py_buffer(mapped))
+    if is_file:
+        reader = pa.ipc.open_file(source)
+        for index in range(reader.num_record_batches):
+            tally.share = index / reader.num_record_batches
+            yield reader.get_batch(index)
+            _forget(mapped)
+        return
+    for batch in pa.ipc.open_stream(source):
+        tally.share = source.tell() / len(mapped)
+        yield batch
+        _forget(mapped)
 
 
 def _forget(mapped: mmap.mmap) -> None:
