@@ -37,23 +37,38 @@ strike struck struck|string strung strung|strive strove striven|swear swore swor
 swell swelled swollen|swim swam swum|swing swung swung|take took taken|teach taught taught|tear tore torn|
 tell told told|think thought thought|throw threw thrown|thrust thrust thrust|tread trod trodden|wake woke woken|
 wear wore worn|weave wove woven|wed wed wed|weep wept wept|wet wet wet|win won won|wind wound wound|
-wring wrung wrung|write wrote written|be was been
+wring wrung wrung|write wrote written|be was been|
+beseech besought besought|forsake forsook forsaken|
+partake partook partaken|smite smote smitten|thrive throve thriven|strew strewed strewn|
+hew hewed hewn|cleave cleft cloven|
+beget begot begotten|gainsay gainsaid gainsaid|waylay waylaid waylaid|shrive shrove shriven|
+reave reft reft|rive rived riven
 """
 _PARTS = [entry.split() for entry in _VERBS.replace("\n", "").split("|")]
 IRREGULAR_VERBS = frozenset(parts[0] for parts in _PARTS)
 # forms that could be mistaken for a base form (`saw`, `left`, `found`); those equal to their base are no mistake
 IRREGULAR_FORMS = frozenset(form for base, *forms in _PARTS for form in forms if form != base) | {"were", "lain"}
-_PREFIXES = re.compile(r"(?:over|under|out|up|fore|fore|mis|re|un|with|inter|by|be)(?=[a-z]{3})")
+# words that end like an irregular verb and are regular
+_REGULAR = word_set(
+    """accost approve behave blend clean close comprise defeat delight disapprove disclose enclose highlight improve
+    heat offend repeat reprove shave slight stake surprise treat welcome"""
+)
+_COMPOUND = re.compile(
+    r"(?:back|baby-?|broad|counter|cross|fore?|hand|in|inter|mis|off|out|over|re|sub|type|un|under|up|with)"
+    r"(?:bid|cut|dig|do|eat|fit|fly|get|go|hit|lay|let|lie|pay|put|run|say|see|set|shut|sit|win)"
+)
 
 # final consonant doubled though the word has several syllables: the stress lies on the last
 _DOUBLED = word_set(
     """abet abhor abut acquit admit allot annul appal aver befit beget begin bedim beset commit compel concur confer
-    control corral debar defer demur deter dispel distil emit enrol equip excel expel extol forget impel incur
+    control corral debar defer demur deter disinter dispel distil emit enrol equip excel expel extol forget impel incur
     infer inter occur omit outwit patrol permit prefer propel rebel rebut recap recur refer regret remit repel
     submit transfer transmit upset"""
 )
 # final consonant never doubled after an unstressed syllable that ends so
-_UNSTRESSED = re.compile(r"(?:[^aeiou]er|[^aeiou]en|[^aeiou]on|[^aeiou]or|it|op|om|ow|[^aeiou]ar|ip|et|ot|us|un|ish)$")
+_UNSTRESSED = re.compile(
+    r"(?:[^aeiou](?:er|en|on|or|ar|om)|velop|(?:k|dg|rg|sk)et|(?:[cdhlnrux]|pos|vis|prof|benef)it|(?:^|de)limit|vomit)$"
+)
 
 _UNCOUNTABLE = word_set(
     """advice aid air baggage bread cash chaos clothing coal cotton data dirt dust education electricity equipment
@@ -79,7 +94,10 @@ _VOWEL_GROUP = re.compile(r"[aeiouy]+")
 
 
 def _is_irregular_verb(base: str) -> bool:
-    return base in IRREGULAR_VERBS or _PREFIXES.sub("", base, count=1) in IRREGULAR_VERBS
+    """Whether a verb is irregular or, being a compound of an irregular one, may be."""
+    if base in IRREGULAR_VERBS or _COMPOUND.fullmatch(base):
+        return True
+    return base not in _REGULAR and any(base[-n:] in IRREGULAR_VERBS for n in range(4, len(base)))
 
 
 def _has_one_syllable(word: str) -> bool:
@@ -88,9 +106,10 @@ def _has_one_syllable(word: str) -> bool:
 
 def _doubles(base: str) -> bool | None:
     """Whether the last consonant is doubled before -ed and -ing; None if spelling doesn't tell."""
-    ends_so = re.search(r"(?:^|[^aeiou]|qu)[aeiou][bdfgklmnprtvz]$", base)
-    if not ends_so:
+    if not re.search(r"(?:^|[^aeiou]|qu)[aeiou][bdfgklmnprstvz]$", base):
         return False
+    if base.endswith("s") or _COMPOUND.fullmatch(base):  # `gas`, `focus`, `bias`: both spellings live
+        return None
     if base in _DOUBLED or _has_one_syllable(base):
         return True
     return False if _UNSTRESSED.search(base) else None
@@ -107,11 +126,9 @@ def with_s(base: str) -> str:
 
 def plural(noun: str) -> str | None:
     """The plural of a noun; None for irregular and uncountable ones and for endings that vary (-f, -o, -man, -is)."""
-    if (
-        noun in _UNCOUNTABLE
-        or noun in _IRREGULAR_NOUNS
-        or re.search(r"(?:fe?|o|man|is|us|um|sis|ics|ss?ing|ness)$", noun)
-    ):
+    if noun in _UNCOUNTABLE or noun in _IRREGULAR_NOUNS or "-" in noun:
+        return None
+    if re.search(r"(?:fe?|o|man|child|tooth|foot|mouse|louse|is|us|um|ics|ness|eau|ex|ix|yx)$", noun):
         return None
     if noun.endswith("s") and not noun.endswith("ss"):
         return None
@@ -129,8 +146,8 @@ def third_person(verb: str) -> str | None:
 
 def past(verb: str) -> str | None:
     """The regular past and participle; None for irregular verbs and where spelling doesn't tell."""
-    if _is_irregular_verb(verb) or verb.endswith(("c", "ee")):
-        return verb + "d" if verb.endswith("ee") and not _is_irregular_verb(verb) else None
+    if _is_irregular_verb(verb) or verb.endswith(("c", "i")):
+        return None
     doubles = _doubles(verb)
     if doubles is None:
         return None
@@ -145,7 +162,7 @@ def past(verb: str) -> str | None:
 
 def gerund(verb: str) -> str | None:
     """The -ing form, also of irregular verbs; None where spelling doesn't tell."""
-    if verb == "be" or verb.endswith("c") or verb in ("singe", "swinge", "tinge", "dye", "age"):
+    if verb == "be" or verb.endswith(("c", "i")) or verb in ("singe", "swinge", "tinge", "dye", "age"):
         return None
     doubles = _doubles(verb)
     if doubles is None:

@@ -33,7 +33,7 @@ FUNCTION_WORDS = word_set(
 
 _MARKS = {
     "en": word_set(
-        """the and of to is in that it was for on are with as be this have from not you or by an at which we
+        """a the and of to is in that it was for on are with as be this have from not you or by an at which we
         they but what how why can do does i he she his her my your will would there their if please when who
         where"""
     ),
@@ -62,8 +62,9 @@ _MARKS = {
         wij jullie naar bij wordt worden deze"""
     ),
 }
-_LATIN_WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)?")
-_ENGLISH_ENDINGS = re.compile(r"(?:n't|'(?:s|re|ve|ll|d|m)|ing|tion|ness|ould|ght|ck|sh|th|wh|ly)$")
+_CONTRACTION = re.compile(r"(?i)n['’]t\b|\b(?:I|you|he|she|it|we|they|that|there)['’](?:m|s|re|ve|ll|d)\b")
+_LATIN_WORD = re.compile(r"[^\W\d_]+")
+_ENGLISH_ENDINGS = re.compile(r"(?:ing|tion|ness|ould|ght|ck|sh|th|ly)$")
 
 
 def guess_language(text: str) -> str:
@@ -75,8 +76,9 @@ def guess_language(text: str) -> str:
     sample = text[:_SAMPLE]
     if not is_latin(sample) or any(map(is_unspaced, sample[:200])):
         return UNKNOWN_LANGUAGE
-    words = [word.lower().replace("’", "'") for word in _LATIN_WORD.findall(sample)]
+    words = [word.lower() for word in _LATIN_WORD.findall(sample)]
     scores = {code: sum(word in marks for word in words) for code, marks in _MARKS.items()}
+    scores["en"] += len(_CONTRACTION.findall(sample))
     best = max(scores, key=lambda code: scores[code])  # the first of equals: English
     if scores[best] == 0:
         endings = sum(bool(_ENGLISH_ENDINGS.search(word)) for word in words)

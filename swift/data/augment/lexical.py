@@ -225,8 +225,8 @@ def _without(words: Words, gone: set[int]) -> str:
     capital = trim = False
     for place in range(1, len(words.parts), 2):
         gap, word = words.parts[place - 1], words.parts[place]
-        gap = gap.lstrip(" \t") if trim else gap
-        trim = False
+        was_trimmed, trim = trim, False
+        gap = gap.lstrip(" \t") if was_trimmed else gap
         if place in gone:
             capital = capital or (words.starts_sentence(place) and word[:1].isupper())
             if is_unspaced(word) or place == 1 or "\n" in gap:
@@ -234,6 +234,7 @@ def _without(words: Words, gone: set[int]) -> str:
                 trim = not is_unspaced(word)
             else:
                 pieces.append(gap.rstrip(" \t"))
+                trim = was_trimmed
             continue
         pieces += [gap, capitalised(word) if capital and place in free else word]
         capital = False

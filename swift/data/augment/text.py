@@ -44,7 +44,7 @@ _SENTENCE_ENDS = ".!?\u2026\u3002\uff01\uff1f\uff0e\u061f\u06d4\u0964"
 _CLOSERS = "\"')\\]\u201d\u2019\u00bb\u300d\u300f\uff09"
 _STARTS_SENTENCE = re.compile(rf"[{_SENTENCE_ENDS}:][{_CLOSERS}]*\s|[\u3002\uff01\uff1f]|\n")
 _ABBREVIATION = re.compile(
-    r"(?:^|[\s(])(?:[A-Za-z]|(?:[A-Za-z]\.)+[A-Za-z]|Mr|Mrs|Ms|Dr|Prof|St|vs|etc|cf|al|Fig|fig|No|no|Vol|pp?|Inc|Ltd|Co|"
+    r"(?:^|[\s(])(?:[A-Z]|(?:[A-Za-z]\.)+[A-Za-z]|Mr|Mrs|Ms|Dr|Prof|St|vs|etc|cf|al|Fig|fig|No|no|Vol|pp?|Inc|Ltd|Co|"
     r"Jan|Feb|Mar|Apr|Jun|Jul|Aug|Sep|Sept|Oct|Nov|Dec)\.$"
 )
 

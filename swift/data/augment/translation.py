@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
 from swift.config.fields import setting
-from swift.core.errors import ModelError, NetworkError, UsageError
+from swift.core.errors import DependencyError, ModelError, NetworkError, UsageError
 from swift.data.augment.apertium import Apertium
 from swift.data.augment.text import PROTECTABLE, kept_spans, kept_texts, paragraphs, sentences
 from swift.data.augment.transform import TRANSFORMS, Request, Transform, Unchanged
@@ -170,13 +170,19 @@ class _Model:
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(name, local_files_only=offline)
             self.model: Any = AutoModelForSeq2SeqLM.from_pretrained(name, local_files_only=offline)
-        except (OSError, ValueError, ImportError) as error:
+        except ImportError as error:
+            raise DependencyError(
+                f"the tokenizer of {name} needs a package that is missing: {_first_line(error)}",
+                where="text.back_translation.model",
+                fix='pip install "swift-llm[data]" (it brings sentencepiece)',
+            ) from error
+        except (OSError, ValueError) as error:
             kind = NetworkError if offline and isinstance(error, OSError) else ModelError
             raise kind(
-                f"the translation model {name} can't be loaded: {str(error).splitlines()[0]}",
+                f"the translation model {name} can't be loaded{' without the network' if offline else ''}: "
+                f"{_first_line(error)}",
                 where="text.back_translation.model",
-                fix="name a folder with a model, fetch it while online, or use the offline engine: "
-                '"backend": "apertium"' + ("; sentencepiece may be missing" if "sentencepiece" in str(error) else ""),
+                fix='name a folder with a model, fetch it while online, or use "backend": "apertium"',
             ) from error
         self.model.to(self.device).eval()
         self._aim(source, target)
@@ -198,25 +204,29 @@ class _Model:
         self.first_token: int | None = None
         self.prefix = ""
         self.source: str | None = None
-        vocabulary = self.tokenizer.get_vocab()
         if hasattr(self.tokenizer, "src_lang"):
-            names = [self._language_token(code, vocabulary) for code in (source, target)]
-            self.source = names[0][1]
-            self.first_token = vocabulary[names[1][0]]
-        elif f">>{target}<<" in vocabulary:  # Marian models for a group of languages
+            self.source = self._language(source)[0]
+            self.first_token = self._language(target)[1]
+        elif self._id_of(f">>{target}<<") is not None:  # Marian models for a group of languages
             self.prefix = f">>{target}<< "
 
-    def _language_token(self, code: str, vocabulary: dict[str, int]) -> tuple[str, str]:
-        """(token, name) of a language: NLLB's `fra_Latn`, M2M100's `__fr__`, or mBART's `fr_XX`."""
-        for name in (code, NLLB_CODES.get(code, code), f"{code}_XX"):
-            for token in (name, f"__{name}__"):
-                if token in vocabulary:
-                    return token, name
+    def _language(self, code: str) -> tuple[str, int]:
+        """(name, id of its token) of a language: NLLB's `fra_Latn`, mBART's `fr_XX`, or M2M100's `fr` with `__fr__`."""
+        # never the bare two letters: those are a piece of a word in many vocabularies
+        names = [(name, name) for name in (code, NLLB_CODES.get(code, ""), f"{code}_XX") if "_" in name]
+        for name, token in [*names, (code, f"__{code}__")]:
+            number = self._id_of(token)
+            if number is not None:
+                return name, number
         raise UsageError(
             f"{self.name} doesn't know the language {code!r}",
             where="text.back_translation",
             fix="give the language as the model names it, such as fra_Latn",
         )
+
+    def _id_of(self, token: str) -> int | None:
+        number = self.tokenizer.convert_tokens_to_ids(token)
+        return None if number is None or number == self.tokenizer.unk_token_id else int(number)
 
     def translate(self, sentences: list[str]) -> list[str]:
         """Beam search; results in order."""
@@ -245,3 +255,7 @@ class _Model:
                 )
             results += self.tokenizer.batch_decode(output, skip_special_tokens=True)
         return results
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
