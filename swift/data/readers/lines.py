@@ -25,13 +25,12 @@ _BLANK = b" \t\r\n"
 def read_jsonl(file: DataFile, tally: FileTally, cursor: Cursor) -> Iterator[RawRow]:
     """A line is a row, and stays bytes."""
     with opened(file, tally, cursor) as text:
-        end = None
-        if file.span:
-            end = file.span[1]
-            if not cursor.row:
+        end = file.span[1] if file.span else None
+        if not cursor.row:
+            if file.span and file.span[0]:
                 _enter_span(text, file)
-        elif not cursor.row:
-            _refuse_other_json(text, file)
+            else:
+                _refuse_other_json(text, file)
         stream, offset, number, by_offset = text.stream, text.offset, text.line, file.by_offset
         size = text.size if text.plain else 0
         start = offset if number else 0  # a byte-order mark belongs to the first line
@@ -58,11 +57,9 @@ def read_jsonl(file: DataFile, tally: FileTally, cursor: Cursor) -> Iterator[Raw
 def _enter_span(text: Text, file: DataFile) -> None:
     """Go to the first line that begins in the span."""
     assert file.span is not None
-    start = file.span[0]
-    if start > 0:
-        text.skip_to(start - 1)
-        text.offset += len(text.stream.readline())  # the rest of a line that begins in the span before
-        text.line = file.first_line or 1
+    text.skip_to(file.span[0] - 1)
+    text.offset += len(text.stream.readline())  # the rest of a line that begins in the span before
+    text.line = file.first_line or 1
 
 
 def _refuse_other_json(text: Text, file: DataFile) -> None:
