@@ -108,7 +108,7 @@ def decode_utf8(raw: bytes) -> str:
 
 
 def encoding_complaint(raw: bytes, error: UnicodeDecodeError) -> tuple[str, str]:
-    """What to say of bytes that aren't UTF-8, and how to convert them; in long ones the guess looks behind the fault."""
+    """What to say of bytes that aren't UTF-8, and how to convert them; what follows the fault gives the guess."""
     byte, value = error.start + 1, raw[error.start]
     if len(raw) > _GUESS_BYTES:
         raw = raw[error.start : error.start + _GUESS_BYTES]

@@ -70,7 +70,7 @@ def resolve_sources(data: DataConfig, *, fetch: bool = True) -> tuple[list[Sourc
     Raises:
         UsageError, DataError: an argument that can't be meant, naming its flag.
     """
-    if not data.dataset:
+    if not data.dataset and not data.cached_dataset:
         raise UsageError("no data was given", where="--dataset", fix="--dataset FILE.jsonl (or `self-cognition`)")
     if data.val_dataset and data.split_dataset_ratio > 0:
         raise UsageError(
@@ -162,8 +162,9 @@ def _split_subset(text: str) -> tuple[str | None, str | None]:
     if _exists(text):
         return _plain(text), None
     head, colon, subset = text.rpartition(":")
-    authority = re.match(r"[A-Za-z][\w+.-]*:/*[^/]*", text) if is_url(text) else None
-    if colon and len(head) >= (authority.end() if authority else 0) and _exists(head):
+    # in a URL the first colon belongs to the scheme, and one behind the host may begin a port
+    in_address = is_url(text) and (not is_url(head) or (head.count("/") == 2 and subset[:1].isdigit()))
+    if colon and not in_address and _exists(head):
         return _plain(head), subset
     if has_pattern(text):
         return text, None
