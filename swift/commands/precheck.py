@@ -17,6 +17,8 @@ from swift.config.data import DataConfig, RowsConfig
 from swift.config.resolve import Problem, raise_problems
 from swift.core.errors import SwiftError, nearest
 from swift.core.network import follow_flags
+from swift.data.cached import locate_cached
+from swift.data.selection import TRAIN, VALIDATION
 from swift.data.sources import parse_source, resolve_rows, resolve_sources
 from swift.models.hub import check_model_source, is_adapter_folder
 
@@ -54,7 +56,13 @@ def _data_faults(places: Mapping[str, str], data: RowsConfig) -> list[Problem]:
     ]
     if problems or max(len(data.model_name), len(data.model_author)) > 2:  # the settings' own check has said so
         return problems
-    if isinstance(data, DataConfig) and data.dataset:
+    if isinstance(data, DataConfig):
+        for setting, split in (("cached_dataset", TRAIN), ("cached_val_dataset", VALIDATION)):
+            for text in getattr(data, setting):
+                problems += _raised(places, setting, partial(locate_cached, split=split, flag=f"--{setting}"), text)
+        if problems:
+            return problems
+    if isinstance(data, DataConfig) and (data.dataset or data.cached_dataset):
         return _raised(places, "dataset", partial(resolve_sources, fetch=False), data)
     return _raised(places, "dataset", partial(resolve_rows, fetch=False), data)
 

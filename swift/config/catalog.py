@@ -39,6 +39,7 @@ COMMANDS: dict[str, Command] = {
         Command("train", "sft", "SftConfig", "the same as sft", _FLAGS, "Train", True),
         Command("infer", "infer", "InferConfig", "talk to a model, or answer a file of prompts", _FLAGS, "Use", True),
         Command("merge-lora", "merge_lora", "MergeLoraConfig", "merge an adapter into its model", _FLAGS, "Use"),
+        Command("export", "export", "ExportConfig", "write a data set as token shards", _FLAGS, "Use"),
         Command(
             "data",
             "data",
@@ -60,7 +61,6 @@ LATER: dict[str, str] = {
     "rlhf": "preference tuning and reinforcement learning are being built; `swift sft` trains on the chosen answers",
     "deploy": "the OpenAI-style server is being built; `swift infer` answers interactively or from a file",
     "eval": "benchmarks are being built; `swift sft --eval_steps N --val_dataset FILE` reports the evaluation loss",
-    "export": "quantizing and exporting are being built; `swift merge-lora` merges adapters",
     "app": "the chat page is being built; `swift infer` chats in the terminal",
     "web-ui": "the studio is being built; every run writes report.html meanwhile",
     "sample": "sampling with rewards is being built; `swift infer --val_dataset FILE` generates one answer a row",

@@ -101,6 +101,13 @@ def find_problems(config: Any, *, places: Mapping[str, str] | None = None) -> li
     return list(checker.problems())
 
 
+def has_evaluation_rows(values: Mapping[str, Any]) -> bool:
+    """Whether these settings give rows to evaluate on; an export that is named as a whole may hold some."""
+    if values["val_dataset"] or values["cached_val_dataset"] or values["split_dataset_ratio"] > 0:
+        return True
+    return any((Path(text.partition("#")[0]).expanduser() / "val").is_dir() for text in values["cached_dataset"])
+
+
 class _Checker:
     """The settings by name, and the rules over them. A rule whose settings a command lacks doesn't apply."""
 
@@ -172,8 +179,14 @@ class _Checker:
             yield self.fault("system", f"there is no file {system} with the system prompt", _nearby(Path(system)))
 
     def data(self) -> Iterator[Problem]:
-        if not self["dataset"]:
+        if not self["dataset"] and not self["cached_dataset"]:
             yield self.fault("dataset", "no data given", "--dataset rows.jsonl (several files or folders work as well)")
+        if self["cached_val_dataset"] and (self["val_dataset"] or self["split_dataset_ratio"] > 0):
+            yield self.fault(
+                "cached_val_dataset val_dataset split_dataset_ratio",
+                "cached_val_dataset is not the only one that gives evaluation rows",
+                "leave out val_dataset and split_dataset_ratio, or cached_val_dataset",
+            )
         for name in ("model_name", "model_author"):
             if len(self[name]) > 2:
                 yield self.fault(name, f"{name} takes one value, or two (Chinese, English), not {len(self[name])}")
@@ -264,7 +277,7 @@ class _Checker:
             )
 
     def evaluation(self) -> Iterator[Problem]:
-        rows = bool(self["val_dataset"]) or self["split_dataset_ratio"] > 0
+        rows = has_evaluation_rows(self.values)
         strategy = self["eval_strategy"]
         needing = {
             "load_best_model_at_end": self["load_best_model_at_end"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from swift.config.data import BatchingConfig, DataConfig, PromptConfig, RowsConfig, TemplateConfig
+from swift.config.export import ExportConfig as ExportConfig
 from swift.config.inference import GenerationConfig, InferRunConfig, MergeConfig
 from swift.config.model import ModelConfig
 from swift.config.training import (

@@ -41,6 +41,15 @@ class DataConfig(RowsConfig):
     strict: bool = setting(True, help="stop at the first bad row; false: drop it, count it, go on")
     max_bad_rows: float = setting(0.01, help="with --strict false: bad rows allowed (share below 1, else count)")
     dataset_num_proc: int = setting(1, help="processes that read and tokenise", aliases=("preprocessing_num_workers",))
+    cached_dataset: list[str] = setting(
+        help="folders of token shards (`swift export --to_cached_dataset true`, or a recipe), as folder[#rows]; beside "
+        "--dataset they are joined to it",
+        factory=list,
+    )
+    cached_val_dataset: list[str] = setting(
+        help="the same, for evaluation; default: the evaluation part of an export that is named as a whole",
+        factory=list,
+    )
 
 
 @dataclass

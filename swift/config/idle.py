@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from swift.config.checks import has_evaluation_rows
 from swift.config.files import COMMAND_LINE
 
 _LOW_RANK = ("lora", "adalora", "loha", "lokr")
@@ -65,7 +66,7 @@ def idle_notes(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[st
 
 def _without_evaluation_rows(values: Mapping[str, Any], given: Collection[str]) -> list[str]:
     """The settings of an evaluation that has no rows: scripts carry them whether or not there are any."""
-    if "eval_strategy" not in values or values["val_dataset"] or values["split_dataset_ratio"] > 0:
+    if "eval_strategy" not in values or has_evaluation_rows(values):
         return []
     idle = [name for name in given if name in ("eval_steps", "per_device_eval_batch_size")]
     if "eval_strategy" in given and values["eval_strategy"] in ("steps", "epoch"):

@@ -94,7 +94,6 @@ RULES: dict[str, Rule] = {
     **_later("streaming", "rows are read and tokenised before step 1, and memory-mapped; leave it out"),
     **_later("interleave_prob interleave_probs", "datasets are joined; give shares with path#rows"),
     **_satisfied("stopping_strategy shuffle_buffer_size", "it matters only with interleaved or streamed datasets"),
-    **_later("cached_dataset cached_val_dataset", "give the rows themselves with --dataset", ("[]", *OFF)),
     **_later(
         "custom_dataset_info custom_register_path",
         "give the file itself: --dataset path, and --columns for its names",
@@ -242,7 +241,7 @@ RULES: dict[str, Rule] = {
     **_satisfied("use_logits_to_keep", "logits are computed for trained tokens only"),
     **_satisfied("verbose", "see --log_level"),
     **_later(
-        "to_cached_dataset to_ollama to_mcore to_hf to_peft_format quant_n_samples group_size",
+        "to_ollama to_mcore to_hf to_peft_format quant_n_samples group_size",
         "exporting is being built",
     ),
 }

@@ -10,10 +10,11 @@ import hashlib
 import json
 import shutil
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,13 +22,14 @@ from swift.config.data import DataConfig, TemplateConfig
 from swift.core.errors import DataError, UsageError, did_you_mean
 from swift.core.files import write_atomic
 from swift.core.version import __version__
+from swift.data.cached import locate_cached, made_with, open_cached, validation_of
 from swift.data.files import is_url, stamp_of
 from swift.data.ledger import SOFT_REASONS, Ledger, SourceTally
 from swift.data.pipeline import Chunk, ChunkResult, Encoder, Task, Workers
 from swift.data.rows import RowRef
 from swift.data.selection import TRAIN, VALIDATION, Progress, data_rng, iter_rows, open_source, row_options
 from swift.data.sources import Source, resolve_sources
-from swift.data.token_shards import REF, Examples, ShardWriter
+from swift.data.token_shards import MANIFEST, REF, Examples, ShardWriter
 from swift.data.token_store import TokenDataset
 
 __all__ = ["Prepared", "Progress", "TokenDataset", "data_fingerprint", "iter_rows", "load_prepared", "prepare_datasets"]
@@ -122,8 +124,9 @@ def prepare_datasets(
     builder.progress = Progress(progress, [*sources, *val_sources])
     try:
         with builder.workers:
-            train = builder.build(TRAIN, sources, template)
-            val = builder.build(VALIDATION, val_sources, template) if val_sources else None
+            train = builder.build(TRAIN, sources, data.cached_dataset, template)
+            held = _cached_validation(data)
+            val = builder.build(VALIDATION, val_sources, held, template) if val_sources or held else None
         _note_shared_files(sources, val_sources, ledger)
         ledger.check_share()
         _check_columns(data, builder.columns)
@@ -151,6 +154,9 @@ def data_fingerprint(data: DataConfig, template: TemplateConfig, encoder: Encode
         for file in source.files:
             place = file.location if is_url(file.location) else str(file.path.resolve())
             files.append([place, file.part, stamp_of(file.location)])
+    for split, texts in ((TRAIN, data.cached_dataset), (VALIDATION, _cached_validation(data))):
+        for folder, _ in (locate_cached(text, split, "--cached_dataset") for text in texts):
+            files.append([str(folder.resolve()), hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()])
     parts = [__version__, settings, asdict(template), encoder.fingerprint(), seed, files]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -208,10 +214,31 @@ class _Builder:
         self.seed = seed
         self.store = store
         self.columns: set[str] = set()
+        self.made_with: dict[str, Any] | None = None
         self.progress = Progress(None, [])
 
-    def build(self, split: str, sources: list[Source], template: TemplateConfig) -> TokenDataset:
-        """All sources of a split, one after another."""
+    def build(self, split: str, sources: list[Source], cached: Sequence[str], template: TemplateConfig) -> TokenDataset:
+        """All sources of a split, one after another; those whose tokens are there already come last."""
+        parts = [self._encode(split, sources, template)] if sources else []
+        parts += [self._take_cached(split, text, len(sources) + number) for number, text in enumerate(cached)]
+        return parts[0] if len(parts) == 1 else TokenDataset.join(parts)
+
+    def _take_cached(self, split: str, text: str, number: int) -> TokenDataset:
+        source = open_cached(text, split, "--cached_val_dataset" if split == VALIDATION else "--cached_dataset")
+        if self.made_with is None:
+            self.made_with = made_with(self.encoder)
+        for note in source.check(self.made_with):
+            self.ledger.note(note)
+        rng = data_rng(self.data, self.seed, int(split == VALIDATION), number)
+        dataset, rows, repeated = source.chosen(shuffle=self.data.dataset_shuffle, rng=rng)
+        tally = self.ledger.begin(split, text)
+        tally.read = tally.kept = rows - repeated
+        tally.repeated, tally.examples, tally.tokens = repeated, len(dataset), dataset.num_tokens
+        tally.trained_tokens = dataset.trained_tokens()
+        self.ledger.encoding.update(source.manifest.get("ledger", {}).get("encoding", {}))
+        return dataset
+
+    def _encode(self, split: str, sources: list[Source], template: TemplateConfig) -> TokenDataset:
         collected = _Collected()
         if self.store is not None:
             folder = self.store / f"{split}-tokens"
@@ -295,6 +322,13 @@ class _Builder:
         _, first = np.unique(train.places[held], return_index=True)  # a repeated row is evaluated once
         held = held[np.sort(first)]
         return train.select(keep), train.select(held)
+
+
+def _cached_validation(data: DataConfig) -> list[str]:
+    """The cached evaluation rows: those asked for, else the parts of exports that were named as a whole."""
+    if data.cached_val_dataset or data.val_dataset or data.split_dataset_ratio > 0:
+        return data.cached_val_dataset
+    return [part for text in data.cached_dataset if (part := validation_of(text))]
 
 
 def _note_shared_files(train: list[Source], validation: list[Source], ledger: Ledger) -> None:

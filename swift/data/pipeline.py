@@ -53,6 +53,9 @@ class Encoder(Protocol):
 
     def encode_batch(self, rows: Sequence[Row]) -> list[Any]: ...
     def fingerprint(self) -> str: ...
+    def tokenizer_parts(self) -> dict[str, str]: ...
+    def settings(self) -> dict[str, Any]: ...
+    def dated(self) -> list[list[str]]: ...
 
 
 @dataclass
@@ -197,11 +200,16 @@ def chunked(rows: Iterable[RawRow], file: str, identity: Identity | None = None)
 
 
 class Workers:
-    """Runs chunks, in this process or in several that live as long as the `with` block."""
+    """Runs chunks, in this process or in several that live as long as the `with` block.
 
-    def __init__(self, task: Task, num_proc: int) -> None:
+    Args:
+        flag: the setting that `num_proc` comes from, for messages.
+    """
+
+    def __init__(self, task: Task, num_proc: int, flag: str = "--dataset_num_proc") -> None:
         self.task = task
         self.num_proc = num_proc
+        self.flag = flag
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Workers:
@@ -222,26 +230,48 @@ class Workers:
             for chunk in chain(first, chunks):
                 yield chunk, self.task.run(chunk)
             return
+        waiting: deque[tuple[Chunk, Future[ChunkResult]]] = deque()
+        for chunk in chain(first, chunks):
+            waiting.append((chunk, self.submit(chunk)))
+            if len(waiting) >= 3 * self.num_proc:  # bounds memory; keeps every worker busy
+                done, future = waiting.popleft()
+                yield done, self.result(future)
+        while waiting:
+            done, future = waiting.popleft()
+            yield done, self.result(future)
+
+    def submit(self, chunk: Any) -> Future[ChunkResult]:
+        """Start on a chunk in another process; without processes (`num_proc` 0) do it here, at once."""
+        if self.num_proc < 1:
+            future: Future[ChunkResult] = Future()
+            future.set_result(self.task.run(chunk))
+            return future
         if not self._pool:
             # spawn, not fork: threads of tokenizers and torch don't survive a fork
-            context = get_context("spawn")
-            self._pool = ProcessPoolExecutor(self.num_proc, context, _start_worker, (self.task,))
-        waiting: deque[tuple[Chunk, Future[ChunkResult]]] = deque()
+            self._pool = ProcessPoolExecutor(self.num_proc, get_context("spawn"), _start_worker, (self.task,))
         try:
-            for chunk in chain(first, chunks):
-                waiting.append((chunk, self._pool.submit(_work, chunk)))
-                if len(waiting) >= 3 * self.num_proc:  # bounds memory; keeps every worker busy
-                    done, future = waiting.popleft()
-                    yield done, future.result()
-            while waiting:
-                done, future = waiting.popleft()
-                yield done, future.result()
+            return self._pool.submit(_work, chunk)
         except BrokenProcessPool as error:
-            raise DataError(
-                "a process that reads rows died (killed for memory, or it could not start)",
-                fix="lower --dataset_num_proc; a Python script that uses it must guard its code with "
-                "`if __name__ == '__main__':`",
-            ) from error
+            raise self._died() from error
+
+    def result(self, future: Future[ChunkResult]) -> ChunkResult:
+        """Wait for what `submit` started.
+
+        Raises:
+            DataError: a process died.
+        """
+        try:
+            return future.result()
+        except BrokenProcessPool as error:
+            raise self._died() from error
+
+    def _died(self) -> DataError:
+        return DataError(
+            "a process that reads rows died (killed for memory, or it could not start)",
+            where=self.flag,
+            fix=f"lower {self.flag}; a Python script that uses it must guard its code with "
+            "`if __name__ == '__main__':`",
+        )
 
 
 _task: Task | None = None

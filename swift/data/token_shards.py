@@ -6,7 +6,8 @@ unfinished and nobody takes it for whole. A shard is
     NNNNN.bin      ids, little-endian uint16 (vocabularies up to 65,536) or uint32, all examples end to end
     NNNNN.idx      int64 [examples + 1], where each example begins
     NNNNN.weights  loss weights, uint8 or float32; not there when every token but an example's first weighs 1
-    NNNNN.refs     (line int64, file int32) of each example's row; files are numbered in the manifest
+    NNNNN.refs     (line int64, file int32) of each example's row; files are numbered in the manifest, and a line below 0
+                   is ~byte, the place of a row that is numbered by its byte
     NNNNN.sums     uint64, a checksum of each example, compared whenever the example is read
 
 Writing needs the memory of one batch, whatever the size of the data. Knows nothing of tokenizers or of training.
@@ -200,8 +201,8 @@ class _File:
 class _OpenShard:
     """The shard that is being written."""
 
-    def __init__(self, folder: Path, number: int, dtype: np.dtype) -> None:
-        self.folder, self.name, self.dtype = folder, f"{number:05d}", dtype
+    def __init__(self, folder: Path, name: str, dtype: np.dtype) -> None:
+        self.folder, self.name, self.dtype = folder, name, dtype
         self.examples = self.tokens = self.trained = 0
         self.files = {kind: _File(folder / f"{self.name}.{kind}") for kind in ("bin", "idx", "refs", "sums")}
         self.files["idx"].write(np.zeros(1, "<i8"))
@@ -274,34 +275,33 @@ class ShardWriter:
         folder: made when missing.
         vocab_size: of the tokenizer, for the width of ids; None takes the wide one.
         shard_tokens: a shard is closed once it has that many.
+        prefix: before the numbers in the shards' names.
     """
 
-    def __init__(self, folder: Path, vocab_size: int | None, *, shard_tokens: int = SHARD_TOKENS) -> None:
-        self.folder, self.dtype, self.shard_tokens = folder, id_dtype(vocab_size), shard_tokens
+    def __init__(
+        self, folder: Path, vocab_size: int | None, *, shard_tokens: int = SHARD_TOKENS, prefix: str = ""
+    ) -> None:
+        self.folder, self.dtype, self.shard_tokens, self.prefix = folder, id_dtype(vocab_size), shard_tokens, prefix
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / MANIFEST).unlink(missing_ok=True)
         self._open: _OpenShard | None = None
         self._done: list[dict[str, Any]] = []
-        self._rows, self._last = 0, None
+        self.rows = 0
+        self._last: Any = None
 
     def add(self, batch: Examples) -> None:
         """Append examples."""
         if not len(batch.lengths):
             return
         if self._open is None:
-            self._open = _OpenShard(self.folder, len(self._done), self.dtype)
+            self._open = _OpenShard(self.folder, f"{self.prefix}{len(self._done):05d}", self.dtype)
         self._open.add(batch)
         keys = batch.refs
-        self._rows += int(np.count_nonzero(keys[1:] != keys[:-1])) + (self._last is None or keys[0] != self._last)
+        self.rows += int(np.count_nonzero(keys[1:] != keys[:-1])) + (self._last is None or keys[0] != self._last)
         self._last = keys[-1]
         if self._open.tokens >= self.shard_tokens:
-            self._close_shard()
-
-    def _close_shard(self) -> None:
-        if self._open is not None:
-            self._done.append(self._open.close())
-            self._open = None
+            self.finish()
 
     def close(self, files: Sequence[str], meta: dict[str, Any], order: np.ndarray | None = None) -> dict[str, Any]:
         """Finish: the manifest, with the names of the row files and `meta` in it.
@@ -316,17 +316,16 @@ class ShardWriter:
         Returns:
             The manifest.
         """
-        self._close_shard()
-        sums = {name: sum(shard[name] for shard in self._done) for name in ("examples", "tokens", "trained_tokens")}
-        manifest: dict[str, Any] = {"format": FORMAT, "program": __version__, **sums, "rows": self._rows}
-        manifest |= {"shards": self._done, "order": None, "files": list(files), **meta}
-        if order is not None:
-            file = _File(self.folder / _ORDER)
-            file.write(order.astype("<i8"))
-            manifest["order"] = file.close()
-        fsync_dir(self.folder)
-        write_atomic(self.folder / MANIFEST, json.dumps(manifest, ensure_ascii=False, indent=1))
+        entries = self.finish()
+        manifest = write_manifest(self.folder, entries, files, {"rows": self.rows, **meta}, order)
         return manifest
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Close the last shard; what a manifest says of each. For writers whose manifest somebody else writes."""
+        if self._open is not None:
+            self._done.append(self._open.close())
+            self._open = None
+        return self._done
 
     def drop(self) -> None:
         """Give up: close what is open."""
@@ -334,6 +333,30 @@ class ShardWriter:
             for file in self._open.files.values():
                 file.drop()
             self._open = None
+
+
+def write_manifest(
+    folder: Path,
+    entries: list[dict[str, Any]],
+    files: Sequence[str],
+    meta: dict[str, Any],
+    order: np.ndarray | None = None,
+) -> dict[str, Any]:
+    """Make a folder of finished shards whole; the arguments are those of `ShardWriter.close`.
+
+    Returns:
+        The manifest.
+    """
+    sums = {name: sum(shard[name] for shard in entries) for name in ("examples", "tokens", "trained_tokens")}
+    manifest: dict[str, Any] = {"format": FORMAT, "program": __version__, **sums, "shards": entries, "order": None}
+    manifest |= {"files": list(files), **meta}
+    if order is not None:
+        file = _File(folder / _ORDER)
+        file.write(order.astype("<i8"))
+        manifest["order"] = file.close()
+    fsync_dir(folder)
+    write_atomic(folder / MANIFEST, json.dumps(manifest, ensure_ascii=False, indent=1))
+    return manifest
 
 
 def write_view(folder: Path, source: Path, order: np.ndarray | None, meta: dict[str, Any]) -> None:
@@ -369,6 +392,12 @@ class Folder:
     manifest: dict[str, Any]
     shards: list[Shard] = field(default_factory=list)
     order: np.ndarray | None = None
+
+    def files_of(self, shard: Shard) -> list[str]:
+        """The names of the row files that the refs of a shard number."""
+        entry = self.manifest["shards"][next(i for i, each in enumerate(self.shards) if each is shard)]
+        first = entry.get("first_file", 0)
+        return self.manifest["files"][first:] if first else self.manifest["files"]
 
 
 def open_folder(folder: Path) -> Folder:

@@ -62,7 +62,8 @@ class TokenDataset:
         """The row that an example came from."""
         shard, files, inside = self._locate(index)
         ref = shard.refs[inside]
-        return RowRef(files[int(ref["file"])], int(ref["line"]))
+        line = int(ref["line"])
+        return RowRef(files[int(ref["file"])], line if line >= 0 else ~line, line < 0)
 
     def _locate(self, index: int) -> tuple[Shard, list[str], int]:
         if not -len(self) <= index < len(self):
@@ -80,9 +81,13 @@ class TokenDataset:
     def row_numbers(self) -> np.ndarray:
         """int64 [n], equal for examples of the same row (neighbours in a shard with the same ref)."""
         changes = [np.zeros(0, bool)]
-        for shard, _ in self.shards:
+        last: tuple[Any, list[str]] | None = None
+        for shard, files in self.shards:
             new = np.ones(len(shard), bool)
             new[1:] = shard.refs[1:] != shard.refs[:-1]
+            if len(shard) and last is not None and last[1] is files:  # a row may reach over the end of a shard
+                new[0] = shard.refs[0] != last[0]
+            last = (shard.refs[-1], files) if len(shard) else last
             changes.append(new)
         numbers = np.cumsum(np.concatenate(changes), dtype=np.int64) - 1
         return numbers if self.order is None else numbers[self.order]
@@ -132,7 +137,7 @@ class TokenDataset:
         pieces: list[Examples] = []
         numbers: dict[str, int] = {}
         for example, ref in examples:
-            row = np.array([(ref.line, numbers.setdefault(ref.file, len(numbers)))], dtype=REF)
+            row = ref_array([ref], numbers)
             lengths = np.array([len(example.input_ids)])
             pieces.append(Examples(example.input_ids, example.loss_weights, lengths, row))
         return cls.from_examples(pieces, list(numbers))
@@ -168,7 +173,7 @@ class TokenDataset:
         for index in indices:
             ids, weights = self.tokens(index)
             ref = self.ref(index)
-            row = np.array([(ref.line, files.setdefault(ref.file, len(files)))], dtype=REF)
+            row = ref_array([ref], files)
             pieces.append(Examples(ids, weights, np.array([len(ids)]), row))
         return _joined(pieces)
 
@@ -190,11 +195,17 @@ class TokenDataset:
             DataError: the folder is not there, incomplete, damaged, or of another format.
         """
         opened = open_folder(folder)
-        return cls([(shard, opened.manifest["files"]) for shard in opened.shards], opened.order)
+        return cls([(shard, opened.files_of(shard)) for shard in opened.shards], opened.order)
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Tokens and weights of each example in turn."""
         return (self.tokens(index) for index in range(len(self)))
+
+
+def ref_array(refs: Iterable[RowRef], files: dict[str, int]) -> np.ndarray:
+    """REF [n]; `files` numbers the files and gets those it lacks."""
+    lines = ((~r.line if r.by_offset else r.line, files.setdefault(r.file, len(files))) for r in refs)
+    return np.array(list(lines), dtype=REF)
 
 
 def _joined(pieces: Sequence[Examples]) -> Examples:

@@ -1,0 +1,229 @@
+"""`swift export`: a data set becomes token shards that training maps into memory.
+
+The folder is whole once it holds `cached_dataset.json`, which is written last. What an export that was killed left is
+made anew; a finished one of the same rows and settings is taken as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import time
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swift.commands.precheck import precheck
+from swift.config.commands import ExportConfig
+from swift.config.files import to_flat
+from swift.core.errors import DataError, UsageError
+from swift.core.files import disk_errors, fsync_dir, human_bytes, write_atomic
+from swift.core.logging import get_logger
+
+if TYPE_CHECKING:
+    from swift.data.encode import ChatEncoder
+    from swift.data.selection import Progress
+    from swift.data.token_store import TokenDataset
+
+log = get_logger()
+_WORK = ".building"
+_PROGRESS_EVERY_S = 10.0
+
+
+def main(config: ExportConfig) -> int:
+    """Run the command: 0 when the folder is whole."""
+    if not config.export.to_cached_dataset:
+        raise UsageError(
+            "quantizing and exporting models are being built",
+            where="swift export",
+            fix="--to_cached_dataset true writes token shards; `swift merge-lora` merges adapters",
+        )
+    faults = [
+        name for name, value in (("output_dir", config.export.output_dir), ("model", config.model.model)) if not value
+    ]
+    if faults:
+        raise UsageError(f"an export needs --{faults[0]}", where=f"--{faults[0]}", fix=f"--{faults[0]} FOLDER")
+    precheck(config)
+    export_dataset(config)
+    return 0
+
+
+def export_dataset(config: ExportConfig) -> Path:
+    """Write `config.data` as token shards to `config.export.output_dir`, or find them there.
+
+    Raises:
+        UsageError: the folder holds something else. DataError: a row or file that can't be used.
+    """
+    from swift.checkpoint.lock import RunLock
+    from swift.data.cached import read_export
+    from swift.data.dataset import data_fingerprint
+    from swift.data.encode import ChatEncoder
+    from swift.models.hub import resolve_model
+    from swift.models.loading import load_tokenizer
+
+    output = Path(config.export.output_dir or "").expanduser()
+    template = config.template.of(config.export.cached_for)
+    encoder = ChatEncoder(load_tokenizer(resolve_model(config.model), config.model), template)
+    for notice in encoder.notices:
+        log.info("note: %s", notice)
+    fingerprint = data_fingerprint(config.data, template, encoder, config.export.seed)
+    lock = RunLock(output)
+    try:
+        found = read_export(output)
+        if found is not None and found["fingerprint"] == fingerprint:
+            _reuse(output, found)
+        else:
+            _refuse_foreign(output, found, exist_ok=config.export.exist_ok)
+            _build(config, encoder, output, fingerprint)
+    finally:
+        lock.close()
+    log.info("next: %s", _next_command(config, output))
+    return output
+
+
+def _reuse(output: Path, found: dict[str, Any]) -> None:
+    from swift.data.token_shards import verify_folder
+
+    for name in found["parts"]:
+        verify_folder(output / name)
+    log.info("%s holds these rows already: %s", output, _counts(found))
+
+
+def _refuse_foreign(output: Path, found: dict[str, Any] | None, *, exist_ok: bool) -> None:
+    from swift.data.cached import FOLDERS
+    from swift.data.token_shards import MANIFEST
+
+    if found is not None and not exist_ok:
+        raise UsageError(
+            "the folder holds an export of other rows or settings, or its sources have changed since",
+            where=f"--output_dir {output}",
+            fix="choose another --output_dir, or replace it with --exist_ok true",
+        )
+    for name in FOLDERS.values():
+        folder = output / name
+        if folder.exists() and not (folder.is_dir() and ((folder / MANIFEST).is_file() or not any(folder.iterdir()))):
+            raise UsageError(
+                f"there is a {name} in the folder that no export made",
+                where=str(folder),
+                fix="choose another --output_dir",
+            )
+
+
+def _build(config: ExportConfig, encoder: ChatEncoder, output: Path, fingerprint: str) -> None:
+    """Encode into a folder aside and put its parts into their places."""
+    from swift.data.cached import EXPORT_FILE, FOLDERS, made_with, source_records
+    from swift.data.dataset import prepare_datasets
+    from swift.data.files import stamp_of
+    from swift.data.selection import TRAIN, VALIDATION
+    from swift.data.sources import resolve_sources
+
+    work = output / _WORK
+    shutil.rmtree(work, ignore_errors=True)
+    files = [file for source in chain(*resolve_sources(config.data)) for file in source.files]
+    stamps = {file.location: stamp_of(file.location) for file in files}
+    try:
+        with disk_errors(work):
+            work.mkdir(parents=True)
+        prepared = prepare_datasets(
+            config.data,
+            config.template.of(config.export.cached_for),
+            encoder,
+            seed=config.export.seed,
+            run_dir=work,
+            store=work,
+            progress=_show_progress(),
+        )
+        log.info("%s", prepared.ledger.render())
+        changed = [place for place, stamp in stamps.items() if stamp_of(place) != stamp]
+        if changed:
+            raise DataError("the file changed while it was read", where=changed[0], fix="try again when it is complete")
+        meta = {**made_with(encoder), "sources": source_records(files), "command": _command(config)}
+        parts = {TRAIN: prepared.train} | ({VALIDATION: prepared.val} if prepared.val is not None else {})
+        facts: dict[str, Any] = {"fingerprint": fingerprint, "parts": {}}
+        for split, dataset in parts.items():
+            own = {**meta, "split": split, "ledger": prepared.ledger.summary()}
+            _finish_part(dataset, work / FOLDERS[split], encoder.vocab_size, own)
+            facts["parts"][FOLDERS[split]] = prepared.ledger.totals[split]
+        with disk_errors(output):
+            (output / EXPORT_FILE).unlink(missing_ok=True)
+            for split in FOLDERS:
+                shutil.rmtree(output / FOLDERS[split], ignore_errors=True)
+            for split in parts:
+                (work / FOLDERS[split]).rename(output / FOLDERS[split])
+            (work / "ledger.jsonl").replace(output / "ledger.jsonl")
+            fsync_dir(output)
+        write_atomic(output / EXPORT_FILE, json.dumps(facts, indent=1))
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+    log.info("wrote %s: %s, %s", output, _counts(facts), human_bytes(size))
+
+
+def _finish_part(dataset: TokenDataset, folder: Path, vocab_size: int, meta: dict[str, Any]) -> None:
+    """A part as a folder of its own: the shards as they lie when all of them count once, in turn; else a copy."""
+    from swift.data.token_shards import read_manifest, write_manifest
+
+    homes = {shard.path.parent if shard.path else None for shard, _ in dataset.shards}
+    home = homes.pop() if len(homes) == 1 else None
+    if home is None or home.parent != folder.parent or dataset.order is not None:
+        dataset.save(folder, vocab_size=vocab_size, meta=meta)
+        return
+    home.rename(folder)
+    manifest = read_manifest(folder)
+    write_manifest(folder, manifest["shards"], manifest["files"], {"rows": manifest["rows"], **meta})
+
+
+def _show_progress() -> Callable[[Progress], None]:
+    said_s = 0.0
+
+    def show(progress: Progress) -> None:
+        nonlocal said_s
+        if progress.seconds - said_s < _PROGRESS_EVERY_S or not progress.share:
+            return
+        said_s = progress.seconds
+        left = time.strftime("%H:%M:%S", time.gmtime(progress.seconds * (1 - progress.share) / progress.share))
+        log.info("%3.0f %%, %s rows, about %s left", 100 * progress.share, f"{progress.rows:,}", left)
+
+    return show
+
+
+def _counts(facts: dict[str, Any]) -> str:
+    return "; ".join(
+        f"{name}: {part['examples']:,} examples, {part['tokens']:,} tokens" for name, part in facts["parts"].items()
+    )
+
+
+def _command(config: ExportConfig) -> str:
+    """The command line that makes this export again."""
+    words = ["swift", "export"]
+    defaults = to_flat(ExportConfig())
+    for name, value in {**to_flat(config), "exist_ok": True}.items():
+        if value != defaults[name]:
+            words += [f"--{name}", *_words(value)]
+    return shlex.join(words)
+
+
+def _words(value: Any) -> list[str]:
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    if isinstance(value, dict):
+        return [json.dumps(value)]
+    return [str(value).lower() if isinstance(value, bool) else str(value)]
+
+
+def _next_command(config: ExportConfig, output: Path) -> str:
+    """What trains on the shards: the settings that they were made with, as far as they aren't the defaults there."""
+    from swift.config.commands import PtConfig, SftConfig
+
+    command = config.export.cached_for
+    flat, template = to_flat(SftConfig() if command == "sft" else PtConfig()), config.template.of(command)
+    words = ["swift", command, *(["--model", config.model.model] if config.model.model else [])]
+    words += ["--cached_dataset", str(output)]
+    for name, value in vars(template).items():
+        if value != flat[name]:
+            words += [f"--{name}", *_words(value)]
+    if config.model.new_special_tokens:
+        words += ["--new_special_tokens", *config.model.new_special_tokens]
+    return shlex.join(words)

@@ -1,0 +1,54 @@
+"""What `swift export` writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from swift.config.data import DataConfig, TemplateConfig
+from swift.config.fields import setting
+from swift.config.model import ModelConfig
+
+
+@dataclass
+class ExportTemplateConfig(TemplateConfig):
+    """Chat encoding"""
+
+    truncation_strategy: Literal["delete", "right", "left", "split", "raise"] | None = setting(  # type: ignore[assignment]
+        None, help="examples over max_length; default: that of the command of cached_for (sft: delete, pt: split)"
+    )
+    loss_scale: Literal["default", "last_round", "all"] | None = setting(  # type: ignore[assignment]
+        None, help="train on; default: that of the command of cached_for (sft: default, pt: all)"
+    )
+
+    def of(self, command: str) -> TemplateConfig:
+        """The settings with the defaults of `sft` or `pt` filled in."""
+        text = command == "pt"
+        values = {name: value for name, value in vars(self).items() if value is not None}
+        defaults = {"loss_scale": "all" if text else "default", "truncation_strategy": "split" if text else "delete"}
+        if text:
+            defaults["use_chat_template"] = False  # type: ignore[assignment]
+        return TemplateConfig(**{**defaults, **values})
+
+
+@dataclass
+class ExportRunConfig:
+    """Export"""
+
+    to_cached_dataset: bool = setting(False, help="write the rows as token shards, for --cached_dataset")
+    cached_for: Literal["sft", "pt"] = setting(
+        "sft", help="the command that trains on them: pt = plain text, every token trained, long texts split"
+    )
+    output_dir: str | None = setting(None, help="folder that gets train/ and, with evaluation rows, val/")
+    exist_ok: bool = setting(False, help="replace an export of other rows or settings in output_dir")
+    seed: int = setting(42, help="of sampling and splitting; give the one that training will have")
+
+
+@dataclass
+class ExportConfig:
+    """Write a data set as token shards that training maps into memory."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    template: ExportTemplateConfig = field(default_factory=ExportTemplateConfig)
+    export: ExportRunConfig = field(default_factory=ExportRunConfig)
