@@ -24,6 +24,7 @@ from swift.core.logging import local_rank, rank, world_size
 T = TypeVar("T")
 
 _TIMEOUT = timedelta(minutes=30)
+_WATCH_EVERY_S = 1.0
 _calls = itertools.count()  # of from_main; equal on all ranks, since all make the same calls
 
 
@@ -67,11 +68,15 @@ class ProcessGroup:
         dist.all_gather_object(values, value)
         return values
 
-    def from_main(self, make: Callable[[], T]) -> T:
+    def from_main(self, make: Callable[[], T], *, watch: Callable[[], None] | None = None) -> T:
         """Run `make` on rank 0 and give its result, or raise its exception, on every rank.
 
         Rank 0 may take as long as it needs (to encode a large data set, to write a large checkpoint): the others ask
         the store whether it is done instead of waiting in a collective, which would time out.
+
+        Args:
+            make: what rank 0 does.
+            watch: called now and then by those who wait; raises when it finds rank 0 gone.
         """
         if self.world_size == 1:
             return make()
@@ -86,9 +91,13 @@ class ProcessGroup:
             store.set(key, "done")
         else:
             pause_s = 0.001
-            while not store.check([key]):  # should rank 0 die, the launcher ends the others
+            looked_s = time.monotonic()
+            while not _is_set(store, key):  # should rank 0 die, the launcher ends the others
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.2)
+                if watch is not None and time.monotonic() - looked_s > _WATCH_EVERY_S:
+                    watch()
+                    looked_s = time.monotonic()
         dist.broadcast_object_list(box, src=0)
         if error is not None or box[1] is not None:
             raise error or box[1]
@@ -98,6 +107,15 @@ class ProcessGroup:
         """Leave the group."""
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _is_set(store: Any, key: str) -> bool:
+    try:
+        return bool(store.check([key]))
+    except RuntimeError as error:  # the store lives in rank 0 or its launcher
+        raise SwiftError(
+            f"rank 0, or its launcher, is gone: {error}", where="rank 0", fix="look at rank 0's own messages"
+        ) from error
 
 
 def _portable(error: BaseException) -> BaseException:

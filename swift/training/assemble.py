@@ -23,6 +23,7 @@ from swift.data.dataset import Prepared, TokenDataset, load_prepared, prepare_da
 from swift.data.encode import ChatEncoder
 from swift.data.loader import TrainLoader
 from swift.data.selection import Progress
+from swift.distributed.heartbeat import Heartbeat, Watch
 from swift.models.adapters import load_adapter_weights, save_adapter
 from swift.models.elementwise import enable_fast_elementwise
 from swift.models.head import OutputHead, find_decoder, find_head, prove_head
@@ -104,40 +105,40 @@ def _keep_thinking_switch(config: SftConfig, session: Session, prepared: Prepare
 
 
 def _prepare_once(config: SftConfig, session: Session, encoder: ChatEncoder) -> Prepared:
-    """Rank 0 reads and encodes; the other ranks map what it wrote, so rows are tokenised once."""
+    """Rank 0 reads and encodes into mapped files of the run folder, which all machines share; the other ranks wait for
+    as long as it shows signs of life, and map what it wrote."""
     group, cache = session.group, session.run_dir / ".tokens"
-
-    def prepare() -> Prepared:
-        return prepare_datasets(
-            config.data,
-            config.template,
-            encoder,
-            seed=data_seed(config),
-            run_dir=session.run_dir,
-            progress=_show_progress(session),
-        )
-
-    if group.world_size == 1:
-        return prepare()
+    pulse = session.run_dir / ".preparing"
     mine: list[Prepared] = []
 
-    def prepare_and_save() -> str:
-        mine.append(prepare())
-        mine[0].save(cache)
-        return mine[0].fingerprint
+    def prepare() -> str:
+        with Heartbeat(pulse) as heartbeat:
+            prepared = prepare_datasets(
+                config.data,
+                config.template,
+                encoder,
+                seed=data_seed(config),
+                run_dir=session.run_dir,
+                store=cache,
+                progress=_show_progress(session, heartbeat),
+            )
+            mine.append(prepared)
+            if group.world_size > 1:
+                prepared.save(cache)
+        return prepared.fingerprint
 
-    fingerprint = group.from_main(prepare_and_save)
-    prepared = mine[0] if group.main else load_prepared(cache, fingerprint)
-    session.at_close.append(lambda: shutil.rmtree(cache, ignore_errors=True))  # mapped by the other ranks until then
-    return prepared
+    session.at_close.append(lambda: shutil.rmtree(cache, ignore_errors=True))  # mapped until then
+    fingerprint = group.from_main(prepare, watch=Watch(pulse, "rank 0 prepares the data").check)
+    return mine[0] if group.main else load_prepared(cache, fingerprint)
 
 
-def _show_progress(session: Session) -> Callable[[Progress], None]:
+def _show_progress(session: Session, heartbeat: Heartbeat) -> Callable[[Progress], None]:
     """A line now and then while rows are read, with the time left."""
     said_s = 0.0
 
     def show(progress: Progress) -> None:
         nonlocal said_s
+        heartbeat.say(f"{100 * progress.share:.0f} % read, {progress.rows:,} rows")
         if progress.seconds - said_s < PROGRESS_EVERY_S or not progress.share:
             return
         said_s = progress.seconds
