@@ -163,7 +163,8 @@ def _build(config: ExportConfig, encoder: ChatEncoder, output: Path, fingerprint
 
 def _finish_part(dataset: TokenDataset, folder: Path, vocab_size: int, meta: dict[str, Any]) -> None:
     """A part as a folder of its own: the shards as they lie when all of them count once, in turn; else a copy."""
-    from swift.data.token_shards import read_manifest, write_manifest
+    from swift.data.token_shards import read_manifest
+    from swift.data.token_writer import write_manifest
 
     homes = {shard.path.parent if shard.path else None for shard, _ in dataset.shards}
     home = homes.pop() if len(homes) == 1 else None

@@ -29,8 +29,9 @@ from swift.data.pipeline import Chunk, ChunkResult, Encoder, Task, Workers
 from swift.data.rows import RowRef
 from swift.data.selection import TRAIN, VALIDATION, Progress, data_rng, iter_rows, open_source, row_options
 from swift.data.sources import Source, resolve_sources
-from swift.data.token_shards import MANIFEST, REF, Examples, ShardWriter
+from swift.data.token_shards import MANIFEST, REF, Examples
 from swift.data.token_store import TokenDataset
+from swift.data.token_writer import ShardWriter
 
 __all__ = ["Prepared", "Progress", "TokenDataset", "data_fingerprint", "iter_rows", "load_prepared", "prepare_datasets"]
 

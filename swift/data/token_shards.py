@@ -1,43 +1,38 @@
 """Token shards on disk: flat arrays that are written as they come and mapped by whoever reads them.
 
-A folder holds shards of some hundred million tokens and a `manifest.json`, written last: without it the folder is
+A folder (written by `token_writer`) holds shards of some hundred million tokens and a `manifest.json`, written last: without it the folder is
 unfinished and nobody takes it for whole. A shard is
 
     NNNNN.bin      ids, little-endian uint16 (vocabularies up to 65,536) or uint32, all examples end to end
     NNNNN.idx      int64 [examples + 1], where each example begins
     NNNNN.weights  loss weights, uint8 or float32; not there when every token but an example's first weighs 1
-    NNNNN.refs     (line int64, file int32) of each example's row; files are numbered in the manifest, and a line below 0
-                   is ~byte, the place of a row that is numbered by its byte
+    NNNNN.refs     (line int64, file int32) of each example's row; files are numbered in the manifest; a line below 0 is
+                   ~byte, the place of a row that is numbered by its byte
     NNNNN.sums     uint64, a checksum of each example, compared whenever the example is read
 
-Writing needs the memory of one batch, whatever the size of the data. Knows nothing of tokenizers or of training.
+Knows nothing of tokenizers or of training.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from swift.core.errors import DataError
-from swift.core.files import disk_errors, fsync_dir, write_atomic
-from swift.core.version import __version__
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-_ORDER = "order.idx"
-SHARD_TOKENS = 1 << 28
+ORDER = "order.idx"
 SMALL_VOCABULARY = 1 << 16
 REF = np.dtype([("line", "<i8"), ("file", "<i4")])
 _REMAKE = "make it again: `swift export --to_cached_dataset true` with the same settings"
-_COPY_BYTES = 1 << 22
+COPY_BYTES = 1 << 22
 
 
 def id_dtype(vocab_size: int | None) -> np.dtype:
@@ -150,8 +145,8 @@ class Shard:
             return int(lengths.sum(dtype=np.int64)) - len(lengths)
         total = 0
         if chosen is None:
-            pieces = range(0, len(self.weights), _COPY_BYTES)
-            return sum(int(np.count_nonzero(self.weights[start : start + _COPY_BYTES])) for start in pieces)
+            pieces = range(0, len(self.weights), COPY_BYTES)
+            return sum(int(np.count_nonzero(self.weights[start : start + COPY_BYTES])) for start in pieces)
         for index in chosen.tolist():
             total += int(np.count_nonzero(self.weights[self.offsets[index] : self.offsets[index + 1]]))
         return total
@@ -164,220 +159,6 @@ def in_memory(examples: Examples) -> Shard:
     if weights is not None and np.array_equal(weights, weights.astype(bool)):
         weights = weights.astype(np.uint8)
     return Shard(examples.ids, offsets, weights, examples.refs, examples.sums())
-
-
-# --- writing ---
-
-
-class _File:
-    """A file that is appended to, with the size and the SHA-256 of what went in."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.bytes, self._sha = 0, hashlib.sha256()
-        with disk_errors(path):
-            self._file: IO[bytes] = path.open("wb")
-
-    def write(self, array: np.ndarray) -> None:
-        data = np.ascontiguousarray(array).data.cast("B") if array.size else b""
-        with disk_errors(self.path, len(data)):
-            self._file.write(data)
-        self._sha.update(data)
-        self.bytes += len(data)
-
-    def close(self) -> dict[str, Any]:
-        """What the manifest says of it."""
-        with disk_errors(self.path):
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-        return {"bytes": self.bytes, "sha256": self._sha.hexdigest()}
-
-    def drop(self) -> None:
-        """Close without a word: the folder stays unfinished."""
-        self._file.close()
-
-
-class _OpenShard:
-    """The shard that is being written."""
-
-    def __init__(self, folder: Path, name: str, dtype: np.dtype) -> None:
-        self.folder, self.name, self.dtype = folder, name, dtype
-        self.examples = self.tokens = self.trained = 0
-        self.files = {kind: _File(folder / f"{self.name}.{kind}") for kind in ("bin", "idx", "refs", "sums")}
-        self.files["idx"].write(np.zeros(1, "<i8"))
-        self.weights: str | None = None  # None: ones so far
-
-    def add(self, batch: Examples) -> None:
-        ends = np.cumsum(batch.lengths, dtype=np.int64)
-        starts = ends - batch.lengths
-        wide = batch.ids.astype(self.dtype)
-        if not np.array_equal(wide, batch.ids):
-            raise ValueError(f"an id doesn't fit {self.dtype}")  # the caller named a wrong vocabulary size
-        self._add_weights(batch, starts)
-        self.files["bin"].write(wide)
-        self.files["idx"].write((ends + self.tokens).astype("<i8"))
-        self.files["refs"].write(batch.refs.astype(REF))
-        self.files["sums"].write(batch.sums())
-        self.examples += len(batch.lengths)
-        self.tokens += len(batch.ids)
-        self.trained += int(np.count_nonzero(batch.weights))
-
-    def _add_weights(self, batch: Examples, starts: np.ndarray) -> None:
-        weights = batch.weights
-        if self.weights is None:
-            plain = np.ones(len(weights), np.float32)
-            plain[starts] = 0
-            if np.array_equal(weights, plain):
-                return
-            self._begin_weights()
-        if self.weights == "uint8" and not np.array_equal(weights, weights.astype(bool)):
-            self._widen_weights()
-        self.files["weights"].write(weights.astype("u1" if self.weights == "uint8" else "<f4"))
-
-    def _begin_weights(self) -> None:
-        """Write out the ones of the examples so far."""
-        file = self.files["weights"] = _File(self.folder / f"{self.name}.weights")
-        self.weights = "uint8"
-        self.files["idx"]._file.flush()
-        offsets = np.fromfile(self.files["idx"].path, "<i8")[:-1] if self.tokens else np.zeros(0, "<i8")
-        for start in range(0, self.tokens, _COPY_BYTES):
-            end = min(self.tokens, start + _COPY_BYTES)
-            piece = np.ones(end - start, np.uint8)
-            piece[offsets[np.searchsorted(offsets, start) : np.searchsorted(offsets, end)] - start] = 0
-            file.write(piece)
-
-    def _widen_weights(self) -> None:
-        """The first weight that is neither 0 nor 1: go on in float32."""
-        narrow = self.files["weights"]
-        narrow.close()
-        aside = narrow.path.with_name(f".{narrow.path.name}")
-        with disk_errors(aside):
-            narrow.path.rename(aside)
-        wide = self.files["weights"] = _File(narrow.path)
-        self.weights = "float32"
-        with aside.open("rb") as file:
-            while piece := file.read(_COPY_BYTES):
-                wide.write(np.frombuffer(piece, np.uint8).astype("<f4"))
-        aside.unlink()
-
-    def close(self) -> dict[str, Any]:
-        """What the manifest says of it."""
-        files = {file.path.name: file.close() for file in self.files.values()}
-        entry = {"name": self.name, "examples": self.examples, "tokens": self.tokens, "trained_tokens": self.trained}
-        return entry | {"dtype": self.dtype.name, "weights": self.weights or "ones", "files": files}
-
-
-class ShardWriter:
-    """Writes a folder of shards; `close` makes it whole. A folder that is there with content is refused by its caller.
-
-    Args:
-        folder: made when missing.
-        vocab_size: of the tokenizer, for the width of ids; None takes the wide one.
-        shard_tokens: a shard is closed once it has that many.
-        prefix: before the numbers in the shards' names.
-    """
-
-    def __init__(
-        self, folder: Path, vocab_size: int | None, *, shard_tokens: int = SHARD_TOKENS, prefix: str = ""
-    ) -> None:
-        self.folder, self.dtype, self.shard_tokens, self.prefix = folder, id_dtype(vocab_size), shard_tokens, prefix
-        with disk_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / MANIFEST).unlink(missing_ok=True)
-        self._open: _OpenShard | None = None
-        self._done: list[dict[str, Any]] = []
-        self.rows = 0
-        self._last: Any = None
-
-    def add(self, batch: Examples) -> None:
-        """Append examples."""
-        if not len(batch.lengths):
-            return
-        if self._open is None:
-            self._open = _OpenShard(self.folder, f"{self.prefix}{len(self._done):05d}", self.dtype)
-        self._open.add(batch)
-        keys = batch.refs
-        self.rows += int(np.count_nonzero(keys[1:] != keys[:-1])) + (self._last is None or keys[0] != self._last)
-        self._last = keys[-1]
-        if self._open.tokens >= self.shard_tokens:
-            self.finish()
-
-    def close(self, files: Sequence[str], meta: dict[str, Any], order: np.ndarray | None = None) -> dict[str, Any]:
-        """Finish: the manifest, with the names of the row files and `meta` in it.
-
-        Names in a manifest are relative to its folder, so a finished folder can be moved.
-
-        Args:
-            files: the names that `refs` number.
-            meta: what else the manifest holds.
-            order: int64, the examples in the order in which they count, when that is not each once in turn.
-
-        Returns:
-            The manifest.
-        """
-        entries = self.finish()
-        manifest = write_manifest(self.folder, entries, files, {"rows": self.rows, **meta}, order)
-        return manifest
-
-    def finish(self) -> list[dict[str, Any]]:
-        """Close the last shard; what a manifest says of each. For writers whose manifest somebody else writes."""
-        if self._open is not None:
-            self._done.append(self._open.close())
-            self._open = None
-        return self._done
-
-    def drop(self) -> None:
-        """Give up: close what is open."""
-        if self._open is not None:
-            for file in self._open.files.values():
-                file.drop()
-            self._open = None
-
-
-def write_manifest(
-    folder: Path,
-    entries: list[dict[str, Any]],
-    files: Sequence[str],
-    meta: dict[str, Any],
-    order: np.ndarray | None = None,
-) -> dict[str, Any]:
-    """Make a folder of finished shards whole; the arguments are those of `ShardWriter.close`.
-
-    Returns:
-        The manifest.
-    """
-    sums = {name: sum(shard[name] for shard in entries) for name in ("examples", "tokens", "trained_tokens")}
-    manifest: dict[str, Any] = {"format": FORMAT, "program": __version__, **sums, "shards": entries, "order": None}
-    manifest |= {"files": list(files), **meta}
-    if order is not None:
-        file = _File(folder / _ORDER)
-        file.write(order.astype("<i8"))
-        manifest["order"] = file.close()
-    fsync_dir(folder)
-    write_atomic(folder / MANIFEST, json.dumps(manifest, ensure_ascii=False, indent=1))
-    return manifest
-
-
-def write_view(folder: Path, source: Path, order: np.ndarray | None, meta: dict[str, Any]) -> None:
-    """A folder without shards of its own: a selection from those of `source`, which it names by a relative path."""
-    manifest = read_manifest(source)
-    beside = os.path.relpath(source, folder)
-    manifest["order"] = None
-    for entry in manifest["shards"]:
-        entry["name"] = f"{beside}/{entry['name']}"
-        entry["files"] = {f"{beside}/{name}": known for name, known in entry["files"].items()}
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    if order is not None:
-        file = _File(folder / _ORDER)
-        file.write(order.astype("<i8"))
-        manifest["order"] = file.close()
-        manifest["examples"] = len(order)
-    write_atomic(folder / MANIFEST, json.dumps(manifest | meta, ensure_ascii=False, indent=1))
-
-
-# --- reading ---
 
 
 @dataclass
@@ -413,8 +194,8 @@ def open_folder(folder: Path) -> Folder:
             _check_size(folder / name, known["bytes"])
         opened.shards.append(_map(folder, entry))
     if manifest["order"] is not None:
-        _check_size(folder / _ORDER, manifest["order"]["bytes"])
-        opened.order = _mapped(folder / _ORDER, "<i8")
+        _check_size(folder / ORDER, manifest["order"]["bytes"])
+        opened.order = _mapped(folder / ORDER, "<i8")
     return opened
 
 
@@ -449,7 +230,7 @@ def verify_folder(folder: Path) -> None:
     manifest = read_manifest(folder)
     known = {name: entry for shard in manifest["shards"] for name, entry in shard["files"].items()}
     if manifest["order"] is not None:
-        known[_ORDER] = manifest["order"]
+        known[ORDER] = manifest["order"]
     for name, entry in known.items():
         _check_size(folder / name, entry["bytes"])
         with (folder / name).open("rb") as file:

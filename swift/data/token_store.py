@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from swift.data.rows import RowRef
-from swift.data.token_shards import REF, Examples, Shard, ShardWriter, in_memory, open_folder, write_view
+from swift.data.token_shards import REF, Examples, Shard, in_memory, open_folder
+from swift.data.token_writer import ShardWriter, write_view
 
 _BATCH = 1024
 

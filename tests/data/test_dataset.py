@@ -508,7 +508,7 @@ def test_a_full_disk_names_the_path(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("swift.data.token_shards.os.fsync", full)
+    monkeypatch.setattr("swift.data.token_writer.os.fsync", full)
     with pytest.raises(SwiftError, match=r"00000\.bin"):
         prepared.save(tmp_path / "cache")
 
