@@ -95,9 +95,24 @@ def list_shards(recipe: Recipe) -> list[Shard]:
             shards += _picked(stamped, number, source.count, recipe.seed)
             continue
         for file, stamp, size in stamped:
-            for piece in split_file(file, recipe.shard_size_bytes):
+            for piece in _pieces(file, recipe):
                 shards.append(Shard(piece, number, stamp, size))
     return shards
+
+
+def _pieces(file: DataFile, recipe: Recipe) -> list[DataFile]:
+    try:
+        return split_file(file, recipe.shard_size_bytes)
+    except DataError as error:
+        if recipe.on_bad_shard == "stop":
+            raise with_skip_hint(error) from error
+        return [file]  # its task will find the same and skip it
+
+
+def with_skip_hint(error: DataError) -> DataError:
+    """The error about a file that can't be read, with what a recipe can do about it."""
+    fix = f"{error.fix}; or on_bad_shard: skip leaves it out" if error.fix else "on_bad_shard: skip leaves it out"
+    return DataError(error.message, where=error.where, fix=fix)
 
 
 def _picked(stamped: list[tuple[DataFile, str, int]], number: int, count: int, seed: int) -> list[Shard]:

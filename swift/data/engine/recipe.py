@@ -339,9 +339,15 @@ def _raise(problems: list[Problem], subject: str) -> None:
     if len(problems) == 1:
         raise UsageError(problems[0].message, where=problems[0].where, fix=problems[0].fix or None)
     lines = [f"{subject} has {len(problems)} faults:"]
-    for problem in problems:
+    for problem in sorted(problems, key=lambda problem: _line(problem.where)):
         lines.append(f"  {problem.where}: {problem.message}" + (f" -> {problem.fix}" if problem.fix else ""))
     raise UsageError("\n".join(lines))
+
+
+def _line(where: str) -> int:
+    """The line of a place in a file, to tell faults in the order in which they stand there; flags come first."""
+    number = where.partition(" ")[0].rpartition(":")[2]
+    return int(number) if number.isdigit() else 0
 
 
 def _given(spec: Any) -> dict[str, Any]:

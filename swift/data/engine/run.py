@@ -167,6 +167,8 @@ class _Run:
                     where=str(self.output),
                     fix="--restart makes it anew",
                 )
+            if self.rank == 0 and not self.recipe.keep_work:  # a run that was killed while it tidied up
+                shutil.rmtree(self.job.work, ignore_errors=True)
             self.progress.line(f"{self.output} is complete: {manifest['rows']} rows; nothing to do")
             return RunResult(self.output, manifest, 0, 0, already_complete=True)
         if (self.job.work / "plan").exists():  # kept for this: what hasn't changed is used again
@@ -219,7 +221,10 @@ class _Run:
             from swift.data.engine.ray_executor import RayExecutor
 
             return RayExecutor(self.job, wanted.num_proc, wanted.address, self.stop)
-        num_proc = min(wanted.num_proc or _cores(), max(1, len(self.job.shards)))
+        most = [stage.num_tasks for stage in self.stages if stage.num_tasks is not None]
+        most_tasks = max(most) if len(most) == len(self.stages) else None  # output files aren't known yet
+        num_proc = wanted.num_proc or _cores()
+        num_proc = num_proc if most_tasks is None else max(1, min(num_proc, most_tasks))
         return InProcess(self.job, self.stop) if num_proc == 1 else LocalPool(self.job, num_proc, self.stop)
 
     # --- stages ---

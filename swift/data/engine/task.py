@@ -25,7 +25,7 @@ from swift.core.files import disk_errors, fsync_tree, write_atomic
 from swift.data.engine.blocks import BlockWriter, read_blocks
 from swift.data.engine.chain import Link, Record, RecordingTally, counted_output, run_chain
 from swift.data.engine.document import Document
-from swift.data.engine.inputs import BadShard, Shard, ShardReading
+from swift.data.engine.inputs import BadShard, Shard, ShardReading, with_skip_hint
 from swift.data.engine.operator import Context, GlobalOperator
 from swift.data.engine.plugins import load_builtin, load_plugin
 from swift.data.engine.recipe import Recipe
@@ -249,8 +249,7 @@ class _Task:
             self._finish(self._counted_read(reading, record))
         except BadShard as bad:
             if self.recipe.on_bad_shard == "stop":
-                fix = f"{bad.error.fix}; or on_bad_shard: skip" if bad.error.fix else "on_bad_shard: skip leaves it out"
-                raise DataError(bad.error.message, where=bad.error.where, fix=fix) from bad.error
+                raise with_skip_hint(bad.error) from bad.error
             self._skip(shard, bad.error)
         self.notes += reading.notes
 
