@@ -24,6 +24,7 @@ _PUBLIC = {
     "merge_lora": "swift.commands.merge_lora",
     "Recipe": "swift.data.engine.recipe",
     "run_recipe": "swift.data.engine.run",
+    "build_augmenter": "swift.data.augment",
     "Swift": "swift.models.adapters",
     "LoRAConfig": "swift.models.adapters",
     "AdapterConfig": "swift.models.adapters",

@@ -81,7 +81,7 @@ class Apertium:
             fix=f"install the pair's package, for example {INSTALL}",
         )
 
-    def there_and_back(self, sentences: list[str]) -> list[str]:
+    def there_and_back(self, sentences: list[str]) -> list[str | None]:
         """Through every pair of the chain, in turn.
 
         Raises:
@@ -89,7 +89,7 @@ class Apertium:
         """
         for mode in self.chain:
             sentences = self._translate(sentences, mode)
-        return sentences
+        return list(sentences)
 
     def _translate(self, sentences: list[str], mode: str) -> list[str]:
         # an empty blank after the end makes a sentence without a full stop complete

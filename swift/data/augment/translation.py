@@ -32,9 +32,9 @@ NLLB_CODES = {
 
 
 class Engine(Protocol):
-    """Translates there and back. Each result is a function of its sentence alone."""
+    """Translates there and back. Each result is a function of its sentence alone; None if it is too long."""
 
-    def there_and_back(self, sentences: list[str]) -> list[str]: ...
+    def there_and_back(self, sentences: list[str]) -> list[str | None]: ...
 
 
 @TRANSFORMS.register("back_translation")
@@ -90,7 +90,9 @@ class BackTranslation(Transform):
         for (number, place, before), after in zip(wanted, translated, strict=True):
             pieces_of = plans[number]
             assert pieces_of is not None
-            if not after.strip():
+            if after is None:
+                self._counts["sentences_too_long"] += 1
+            elif not after.strip():
                 self._counts["sentences_lost"] += 1
             elif kept_texts(after, self.kinds) != kept_texts(before, self.kinds):
                 self._counts["sentences_with_number_lost"] += 1
@@ -153,9 +155,13 @@ class TranslationModels:
             back or f"Helsinki-NLP/opus-mt-{target[:2]}-{source[:2]}", settings, target, source, offline=offline
         )
 
-    def there_and_back(self, sentences: list[str]) -> list[str]:
-        """Translate; a sentence too long for the model comes back as it is."""
-        return self.back.translate(self.there.translate(sentences))
+    def there_and_back(self, sentences: list[str]) -> list[str | None]:
+        """Translate both ways; None for a sentence too long for either."""
+        results = self.there.translate(sentences)
+        places = [place for place, text in enumerate(results) if text is not None]
+        for place, text in zip(places, self.back.translate([text for text in results if text is not None])):
+            results[place] = text
+        return results
 
 
 class _Model:
@@ -228,11 +234,11 @@ class _Model:
         number = self.tokenizer.convert_tokens_to_ids(token)
         return None if number is None or number == self.tokenizer.unk_token_id else int(number)
 
-    def translate(self, sentences: list[str]) -> list[str]:
-        """Beam search; results in order."""
+    def translate(self, sentences: list[str]) -> list[str | None]:
+        """Beam search; results in order, None for sentences of more than `max_length` tokens."""
         import torch
 
-        results: list[str] = []
+        results: list[str | None] = []
         size, limit = self.settings.batch_size, self.settings.max_length
         for start in range(0, len(sentences), size):
             batch = sentences[start : start + size]
@@ -242,8 +248,8 @@ class _Model:
             lengths = inputs["attention_mask"].sum(1).tolist()
             forced = {} if self.first_token is None else {"forced_bos_token_id": self.first_token}
             kept = ("input_ids", "attention_mask")
-            if max(lengths) > limit:  # too long for the model: as they are, the others one by one
-                results += [text if n > limit else self.translate([text])[0] for text, n in zip(batch, lengths)]
+            if max(lengths) > limit:
+                results += [None if n > limit else self.translate([text])[0] for text, n in zip(batch, lengths)]
                 continue
             with torch.inference_mode():
                 output = self.model.generate(
