@@ -1,7 +1,7 @@
 """Token shards on disk: flat arrays that are written as they come and mapped by whoever reads them.
 
-A folder (written by `token_writer`) holds shards of some hundred million tokens and a `manifest.json`, written last: without it the folder is
-unfinished and nobody takes it for whole. A shard is
+A folder (written by `token_writer`) holds shards of some hundred million tokens and a `manifest.json`, written last:
+without it the folder is unfinished and nobody takes it for whole. A shard is
 
     NNNNN.bin      ids, little-endian uint16 (vocabularies up to 65,536) or uint32, all examples end to end
     NNNNN.idx      int64 [examples + 1], where each example begins

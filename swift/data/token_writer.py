@@ -169,8 +169,7 @@ class ShardWriter:
             The manifest.
         """
         entries = self.finish()
-        manifest = write_manifest(self.folder, entries, files, {"rows": self.rows, **meta}, order)
-        return manifest
+        return write_manifest(self.folder, entries, files, {"rows": self.rows, **meta}, order)
 
     def finish(self) -> list[dict[str, Any]]:
         """Close the last shard; what a manifest says of each. For writers whose manifest somebody else writes."""
