@@ -44,7 +44,7 @@ class Augmenter:
         self.transforms = list(transforms)
         self.seed = seed
         self.counts: Counter[str] = Counter()
-        self._open = False
+        self._open = self._offline = False
 
     def open(self, *, offline: bool = False) -> None:
         """Load what the transforms need; otherwise the first text does it.
@@ -54,7 +54,10 @@ class Augmenter:
         """
         for transform in self.transforms:
             transform.open(offline=offline)
-        self._open = True
+        self._open, self._offline = True, offline
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": False}
 
     def __call__(self, text: str, *, seed: int | None = None, row_id: object = "", language: str | None = None) -> str:
         """The augmented text.
@@ -82,7 +85,7 @@ class Augmenter:
             languages: for each text, or None to guess all.
         """
         if not self._open:
-            self.open()
+            self.open(offline=self._offline)
         seed = self.seed if seed is None else seed
         results = [Augmented(text) for text in texts]
         known: list[str | None] = list(languages) if languages is not None else [None] * len(texts)

@@ -173,9 +173,6 @@ class ParaphraseLlm(Transform):
             counts, self._counts = self._counts, Counter()
         return counts
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if not key.startswith("_")}
-
 
 def _content(answer: bytes) -> str:
     """The text of the first choice, without the white space and thoughts around it."""

@@ -111,6 +111,10 @@ class Transform:
         """What happened inside since the last call, beyond changed and unchanged texts (retries, kept sentences)."""
         return Counter()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The settings only: tables, models, keys and locks are opened again where it is unpickled."""
+        return {key: value for key, value in self.__dict__.items() if not key.startswith("_")}
+
     @property
     def kinds(self) -> tuple[str, ...]:
         """The protected kinds."""
