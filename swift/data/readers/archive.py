@@ -25,6 +25,20 @@ _ROW_FILES = frozenset({"jsonl", "csv", "tsv", "parquet", "arrow", "tar"})
 KEY = "__key__"
 
 
+class _Member(tarfile.TarInfo):
+    """The library takes a header that is cut off or damaged for the end of the archive; here it is an error."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        try:
+            return super().fromtarfile(archive)
+        except (tarfile.TruncatedHeaderError, tarfile.InvalidHeaderError) as error:  # type: ignore[attr-defined]
+            raise tarfile.ReadError(f"at byte {archive.offset}: {error}") from error  # type: ignore[attr-defined]
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+            archive.has_end_mark = True  # type: ignore[attr-defined]
+            raise
+
+
 def read_tar(file: DataFile, tally: FileTally, cursor: Cursor) -> Iterator[RawRow]:
     """Samples, numbered from 1 in the order of the archive."""
     packed = compression_of(file.location) is not None
@@ -38,8 +52,10 @@ def read_tar(file: DataFile, tally: FileTally, cursor: Cursor) -> Iterator[RawRo
         if found and found[1] != ".tar":
             raise wrong_content(file, *found)
         _skip(stream, cursor.offset)
+        if not stream.peek(1):  # type: ignore[attr-defined]
+            return
         try:
-            for sample, end in _samples(stream, file, packed, cursor.offset):
+            for sample, end in _samples(stream, file, packed, cursor.offset, tally):
                 number += 1
                 cursor.line, cursor.offset = number, end
                 if size:
@@ -64,7 +80,9 @@ def _skip(stream: Any, offset: int) -> None:
         offset -= len(piece)
 
 
-def _samples(stream: Any, file: DataFile, packed: bool, base: int) -> Iterator[tuple[dict | RowProblem, int]]:
+def _samples(
+    stream: Any, file: DataFile, packed: bool, base: int, tally: FileTally
+) -> Iterator[tuple[dict[str, Any] | RowProblem, int]]:
     """The samples, and at which byte each ends."""
     sample: dict[str, Any] | RowProblem | None = None
     key = ""
@@ -72,7 +90,7 @@ def _samples(stream: Any, file: DataFile, packed: bool, base: int) -> Iterator[t
     # a packed archive is read from front to back: it can't be asked where it is, so offsets are counted from here
     seekable = stream.seekable()
     shift = 0 if seekable else base
-    with tarfile.open(fileobj=stream, mode="r:" if seekable else "r|") as archive:
+    with tarfile.open(fileobj=stream, mode="r:" if seekable else "r|", tarinfo=_Member) as archive:
         for member in archive:
             archive.members = []  # type: ignore[attr-defined]  # it would remember all
             if not member.isfile():
@@ -82,7 +100,7 @@ def _samples(stream: Any, file: DataFile, packed: bool, base: int) -> Iterator[t
                 continue
             if sample is None or stem != key:
                 if sample is not None:
-                    yield _with_text(sample), end
+                    yield sample, end
                 sample, key = {KEY: stem}, stem
             _refuse_row_file(member.name, file)
             if isinstance(sample, dict):
@@ -91,8 +109,10 @@ def _samples(stream: Any, file: DataFile, packed: bool, base: int) -> Iterator[t
                 except RowProblem as problem:
                     sample = RowProblem(problem.reason, f"{member.name}: {problem.message}", problem.fix)
             end = shift + member.offset_data + -(-member.size // 512) * 512
+        if not hasattr(archive, "has_end_mark"):
+            tally.notes.append(f"{file.name}: the archive has no end mark; members may be missing")
         if sample is not None:
-            yield _with_text(sample), end
+            yield sample, end
 
 
 def split_member(name: str) -> tuple[str, str]:
@@ -151,7 +171,3 @@ def _add_json(sample: dict[str, Any], raw: bytes, ending: str) -> None:
         sample[ending] = value
     else:
         sample.update(value)
-
-
-def _with_text(sample: dict[str, Any] | RowProblem) -> dict[str, Any] | RowProblem:
-    return sample

@@ -112,7 +112,7 @@ def _collect(root: Any, pieces: list[str]) -> None:
         if tag == "br":
             pieces.append("\n")
             continue
-        if tag.startswith(("-", "!")):
+        if tag.startswith(("-", "!")) or "hidden" in node.attributes:
             continue
         if tag == "pre":
             pieces.append("\n" + "\n".join("\0" + line for line in node.text().strip("\n").split("\n")) + "\n")
