@@ -17,7 +17,7 @@ from swift.data.engine.tally import Tally
 from swift.data.operators.rules import wrong
 from swift.data.operators.text_plain import C4_FLAG
 from swift.data.operators.text_stats import analyse
-from swift.data.operators.word_lists import read_list, words_pattern
+from swift.data.operators.word_lists import WordList, read_list
 
 POLICY_PHRASES = (
     "terms of use",
@@ -60,7 +60,7 @@ class C4Quality(MapOperator):
 
     def open(self, context: Context) -> None:
         super().open(context)
-        self._blocked = words_pattern(read_list(self.blocked_words, "blocked_words")) if self.blocked_words else None
+        self._blocked = WordList(read_list(self.blocked_words, "blocked_words")) if self.blocked_words else None
 
     def run(self, batch: list[Document], tally: Tally) -> list[Document]:
         pages = [document for document in batch if self._page_stays(document, tally)]
@@ -83,8 +83,8 @@ class C4Quality(MapOperator):
             tally.drop(document, "curly_bracket")
         elif self.drop_lorem_ipsum and "lorem ipsum" in text.lower():
             tally.drop(document, "lorem_ipsum")
-        elif self._blocked is not None and (match := self._blocked.search(text)):
-            tally.drop(document, "blocked_word", match.group())
+        elif self._blocked is not None and (word := self._blocked.first(text)):
+            tally.drop(document, "blocked_word", word)
         else:
             return True
         return False

@@ -1,0 +1,86 @@
+"""Texts that are HTML become the text of the page, without menus, notices and footers."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from swift.config.fields import setting
+from swift.core.errors import DependencyError
+from swift.data.engine.document import Document
+from swift.data.engine.operator import OPERATORS, Context, MapOperator
+from swift.data.engine.tally import Tally
+from swift.data.operators.html_blocks import main_text
+from swift.data.operators.rules import check_choice
+
+_MARKUP = re.compile(
+    r"<(?:!doctype|html|head|body|div|p|article|section|main|table|ul|ol|h[1-6]|span|br|a)(?:\s[^<>]*)?/?>",
+    re.IGNORECASE,
+)
+
+
+@OPERATORS.register("html_main_text")
+@dataclass
+class HtmlMainText(MapOperator):
+    """Take the main text out of HTML: headings, paragraphs, lists, code and tables, without what is around them.
+
+    Works on every text of a document that has HTML tags; others stay as they are. A document of which no text is left
+    is dropped.
+    """
+
+    format: Literal["text", "markdown"] = setting("text", help="text: no marks; markdown: with its marks")
+    backend: Literal["own", "trafilatura", "resiliparse"] = setting(
+        "own",
+        help="what decides: the own rule (fast); trafilatura (slow, thorough) or resiliparse, which must be installed",
+    )
+
+    def check(self) -> None:
+        check_choice(self, "format", ("text", "markdown"))
+        check_choice(self, "backend", ("own", "trafilatura", "resiliparse"))
+
+    def open(self, context: Context) -> None:
+        super().open(context)
+        self._extract = _backend(self.backend, self.format == "markdown")
+
+    def run(self, batch: list[Document], tally: Tally) -> list[Document]:
+        kept = []
+        for document in batch:
+            pages = [place for place, text in enumerate(document.texts) if "<" in text and _MARKUP.search(text)]
+            tally.count("html", "page" if pages else "no tags")
+            found = {place: self._extract(document.texts[place]) for place in pages}
+            left = [found.get(place, text) for place, text in enumerate(document.texts)]
+            if pages and not any(text.strip() for text in left):
+                tally.drop(document, "no_main_text")
+                continue
+            for place, text in found.items():
+                tally.change(document, "main_text", document.texts[place], text)
+                document.texts[place] = text
+            kept.append(document)
+        return kept
+
+
+def _backend(name: str, markdown: bool) -> Callable[[str], str]:
+    if name == "own":
+        main_text("")  # the parser is there, or says so before the first batch
+        return lambda html: main_text(html, markdown=markdown)
+    module = _installed("trafilatura" if name == "trafilatura" else "resiliparse.extract.html2text")
+    if name == "trafilatura":
+        output = "markdown" if markdown else "txt"
+        return lambda html: module.extract(html, output_format=output, include_comments=False) or ""
+    style = "full" if markdown else "minimal"
+    return lambda html: module.extract_plain_text(html, main_content=True, preserve_formatting=style)
+
+
+def _installed(module: str) -> Any:
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DependencyError(
+            f"html_main_text with backend {package} needs the package {package!r}, and importing it failed: {error}",
+            where="backend",
+            fix=f"pip install {package}, or backend: own",
+        ) from error
