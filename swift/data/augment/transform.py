@@ -5,6 +5,7 @@ Settings come as plain values from Python, YAML or JSON and are checked here. Kn
 
 from __future__ import annotations
 
+import re
 import types
 from collections import Counter
 from dataclasses import MISSING, dataclass, fields
@@ -19,6 +20,7 @@ from swift.data.augment.text import PROTECTABLE
 
 TRANSFORMS: Registry[type[Transform]] = Registry("text transform")
 UNKNOWN_LANGUAGE = "und"
+_EXPONENT = re.compile(r"[+-]?\d+(?:\.\d*)?[eE][+-]?\d+")
 
 
 @dataclass
@@ -182,6 +184,8 @@ def _typed(value: Any, annotation: Any, where: str) -> Any:
         if origin is Literal and isinstance(value, str) and value in get_args(option):
             return value
         if origin is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        if origin is float and isinstance(value, str) and _EXPONENT.fullmatch(value):  # YAML reads 1e-2 as text
             return float(value)
         if origin is int and isinstance(value, int) and not isinstance(value, bool):
             return value
