@@ -142,7 +142,7 @@ class RecordWriter:
         if self._table:
             self._table.discard()
         if not self._done:
-            with suppress(OSError):  # what it still holds may not fit; it isn't wanted
+            with suppress(OSError):  # what it still holds may not fit, and isn't wanted
                 self._file.close()
             self._aside.unlink(missing_ok=True)
 
@@ -265,5 +265,6 @@ class _ParquetParts:
     def discard(self) -> None:
         """Remove what was put aside."""
         if self._spool:
-            self._spool.close()
+            with suppress(OSError):  # as above
+                self._spool.close()
         self.parts.unlink(missing_ok=True)

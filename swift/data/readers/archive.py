@@ -29,11 +29,11 @@ class _Member(tarfile.TarInfo):
     """The library takes a header that is cut off or damaged for the end of the archive; here it is an error."""
 
     @classmethod
-    def fromtarfile(cls, archive: tarfile.TarFile) -> tarfile.TarInfo:
+    def fromtarfile(cls, archive: tarfile.TarFile) -> _Member:
         try:
             return super().fromtarfile(archive)
         except (tarfile.TruncatedHeaderError, tarfile.InvalidHeaderError) as error:  # type: ignore[attr-defined]
-            raise tarfile.ReadError(f"at byte {archive.offset}: {error}") from error  # type: ignore[attr-defined]
+            raise tarfile.ReadError(f"at byte {archive.offset}: {error}") from error
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
             archive.has_end_mark = True  # type: ignore[attr-defined]
             raise
