@@ -8,7 +8,6 @@ them.
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import glob
 import re
@@ -178,11 +177,13 @@ def _card_splits(data_files: Any, folder: str, names: list[str]) -> dict[str, li
 
 
 def _matches(name: str, pattern: str) -> bool:
+    """Whether a name in a repository matches a pattern of its card; `**` stands for any number of folders."""
+    marks = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     text = "".join(
-        {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}.get(piece, re.escape(piece))
-        for piece in re.split(r"(\*\*/|\*\*|\*|\?)", pattern.removeprefix("./"))
+        piece.replace("[!", "[^") if len(piece) > 2 and piece[0] == "[" else marks.get(piece, re.escape(piece))
+        for piece in re.split(r"(\*\*/|\*\*|\*|\?|\[!?[\w-]+\])", pattern.removeprefix("./"))
     )
-    return re.fullmatch(text, name) is not None or fnmatch.fnmatchcase(name, pattern)
+    return re.fullmatch(text, name) is not None
 
 
 def named_layout(names: list[str]) -> Layout:
