@@ -111,7 +111,7 @@ class FastTokenizer:
 
     def report(self) -> dict[str, Any]:
         """What became of the texts so far, and why the fast path is off if it is."""
-        return {**self.counts, **({"why_not": self.why_not} if self.why_not else {})}
+        return {**+self.counts, **({"why_not": self.why_not} if self.why_not else {})}
 
     # --- the fast path ---
 

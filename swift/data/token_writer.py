@@ -150,7 +150,7 @@ class ShardWriter:
             self._open = _OpenShard(self.folder, f"{self.prefix}{len(self._done):05d}", self.dtype)
         self._open.add(batch)
         keys = batch.refs
-        self.rows += int(np.count_nonzero(keys[1:] != keys[:-1])) + (self._last is None or keys[0] != self._last)
+        self.rows += int(np.count_nonzero(keys[1:] != keys[:-1])) + int(self._last is None or keys[0] != self._last)
         self._last = keys[-1]
         if self._open.tokens >= self.shard_tokens:
             self.finish()
