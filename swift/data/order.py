@@ -48,6 +48,10 @@ class FeistelOrder:
         words = repr((ORDER_VERSION, seed, epoch, *stream)).encode()
         digest = hashlib.blake2b(words, digest_size=8 * _ROUNDS).digest()
         self._keys = np.frombuffer(digest, dtype="<u4").astype(np.uint32).reshape(_ROUNDS, 2)
+        self._table: np.ndarray | None = None
+        if n <= 1 << _LEAST_BITS:  # walking would be long: take the images below n as they come
+            images = self._permuted(np.arange(1 << _LEAST_BITS, dtype=np.uint64)).astype(np.int64)
+            self._table = images[images < n]
 
     def __len__(self) -> int:
         return self.n
@@ -70,6 +74,8 @@ class FeistelOrder:
             yield from self[start : start + _BLOCK].tolist()
 
     def _at(self, places: np.ndarray) -> np.ndarray:
+        if self._table is not None:
+            return self._table[places]
         flat = places.astype(np.uint64).reshape(-1)
         for start in range(0, len(flat), _BLOCK):
             block = flat[start : start + _BLOCK]

@@ -44,7 +44,7 @@ def test_a_place_far_inside_a_huge_order():
 
 def test_the_order_never_changes_between_versions():
     """Checkpoints hold places of it. If this must change, ORDER_VERSION has to change with it."""
-    assert FeistelOrder(10, 42, 0)[:].tolist() == [4, 5, 2, 9, 3, 8, 6, 0, 1, 7]
+    assert FeistelOrder(10, 42, 0)[:].tolist() == [4, 7, 2, 3, 1, 5, 8, 6, 9, 0]
     assert FeistelOrder(10**9, 42, 1)[:4].tolist() == [745169672, 428314842, 732558318, 683210454]
 
 

@@ -1,0 +1,141 @@
+"""Batches of documents that come one after another: mixed, streamed, packed as they come.
+
+Every rank holds the same units (examples, or packed rows) in the same order and takes its share of each step, so a
+checkpoint is the same on all of them and can be continued by any number of them. The state is the position in the
+documents (a few integers), the examples in rows that are still open, and those of rows that no step has taken yet.
+
+This file knows nothing of files or mixing: an `Intake` gives it the examples of one document after another.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from swift.data.loader import Batch, Layout, Outlook, deal, make_batch
+from swift.data.packing import OpenRows
+from swift.data.stream_intake import Intake, Item
+
+
+class StreamLoader:
+    """Deals units out to steps, micro-batches and ranks, as `TrainLoader` does, while documents come in.
+
+    A step takes the next `global_units` units; at the end of an epoch open rows are closed, and the last step takes
+    what is left. With `group_by_length` the units of a step are sorted by length before they are dealt out.
+
+    Args:
+        intake: gives examples; the same on all ranks.
+        identity: what decides the order of documents; the loader adds what decides the units.
+        longest: no example has more tokens.
+        outlook: what is known of an epoch.
+    """
+
+    def __init__(
+        self,
+        intake: Intake,
+        layout: Layout,
+        *,
+        identity: tuple[Any, ...],
+        longest: int,
+        outlook: Outlook,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.intake = intake
+        self.layout = layout
+        self.longest = longest
+        self.rank, self.world_size = rank, world_size
+        self.epoch = self.consumed = 0
+        self._identity = identity
+        self._outlook = outlook
+        self._ready: deque[list[Item]] = deque()
+        self._open: OpenRows[Item] = OpenRows(layout.packing_length or 1)
+        self._ending = False  # the epoch's documents are through; its last units are being taken
+
+    @property
+    def global_units(self) -> int:
+        """Units in one optimizer step over all ranks and micro-batches."""
+        return self.layout.units_per_micro_batch * self.layout.micro_batches * self.world_size
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What decides which units come, and in which order."""
+        return (*self._identity, self.layout.packing_length, self.layout.shuffle)
+
+    def next_step(self) -> list[Batch]:
+        """This rank's micro-batches of the next step; moves on behind it.
+
+        Raises:
+            DataError: a row, a file or a process stops the run; or an epoch had nothing to train on.
+        """
+        units = self._take()
+        if self.layout.group_by_length:
+            units.sort(key=lambda unit: -max(item.length for item in unit))
+        mine = deal(units, self.layout, self.rank, self.world_size)
+        return [
+            make_batch([item.tokens() for item in batch], [item.ref for item in batch], self.layout) for batch in mine
+        ]
+
+    def _take(self) -> list[list[Item]]:
+        """The next step's units. One more is looked for, to know whether this was the epoch's last step."""
+        wanted = self.global_units
+        while len(self._ready) <= wanted and not self._ending:
+            self._draw()
+        units = [self._ready.popleft() for _ in range(min(wanted, len(self._ready)))]
+        if not units:
+            raise self.intake.nothing_left()
+        self.consumed += len(units)
+        if self._ending and not self._ready:
+            self.epoch, self.consumed, self._ending = self.epoch + 1, 0, False
+        return units
+
+    def _draw(self) -> None:
+        items = self.intake.next()
+        if items is None:
+            self._ready.extend(self._open.flush())
+            self._ending = True
+        elif self.layout.packing_length:
+            for item in items:
+                self._ready.extend(self._open.add(item.length, item))
+        else:
+            self._ready.extend([item] for item in items)
+
+    def state(self) -> dict[str, Any]:
+        """The position behind the last step that `next_step` gave; plain JSON values, equal on all ranks."""
+        dump = self.intake.dump
+        return {
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "ending": self._ending,
+            "ready": [[dump(item) for item in unit] for unit in self._ready],
+            "open": [[number, [dump(item) for item in row]] for number, row in self._open.rows()],
+            "following": self._open.following,
+            "intake": self.intake.state(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a position, also one of another world size, batch size or accumulation.
+
+        Raises:
+            DataError: the data aren't what they were.
+        """
+        self.epoch, self.consumed = state["epoch"], state["consumed"]
+        self._ending = state["ending"]
+        load = self.intake.load
+        self._ready = deque([load(value) for value in unit] for unit in state["ready"])
+        rows = [(number, [load(value) for value in row]) for number, row in state["open"]]
+        sized = [(number, [(item.length, item) for item in row]) for number, row in rows]
+        self._open.restore(sized, state["following"])
+        self.intake.load_state(state["intake"])
+
+    def outlook(self, epoch: int) -> Outlook:
+        """What is known of an epoch before it is run."""
+        return self._outlook
+
+    def metrics(self) -> dict[str, float]:
+        """What there is to log beside the loss."""
+        return self.intake.metrics()
+
+    def close(self) -> None:
+        """End the processes that encode, and finish the ledger."""
+        self.intake.close()
