@@ -30,6 +30,8 @@ BUILTIN_MODULES = (
     "sample",
     "chat",
     "length",
+    "c4",
+    "filter",
     "perplexity",
     "exact_dedup",
     "near_dedup",

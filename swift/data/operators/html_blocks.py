@@ -14,12 +14,11 @@ from typing import Any
 from swift.core.extras import require
 
 # never text of the page
-_DROPPED = frozenset(
-    (
-        "script style noscript template svg canvas iframe object embed form button select option input "
-        "textarea label nav aside footer dialog menu head title map audio video picture math "
-    ).split()
+_DROPPED_TAGS = (
+    "script style noscript template svg canvas iframe object embed form button select option input "
+    "textarea label nav aside footer dialog menu head title map audio video picture math "
 )
+_DROPPED = frozenset(_DROPPED_TAGS.split())
 _DROPPED_ROLES = frozenset(
     (
         "navigation",
@@ -41,12 +40,11 @@ _NAMED = re.compile(
     re.IGNORECASE,
 )
 _HEADINGS = {f"h{level}": level for level in range(1, 7)}
-_BLOCKS = frozenset(
-    (
-        "address article blockquote body center dd details div dl dt fieldset figcaption figure header hgroup "
-        "hr html li main ol p pre section summary table tbody tfoot thead tr ul caption h1 h2 h3 h4 h5 h6 "
-    ).split()
+_BLOCKS_TAGS = (
+    "address article blockquote body center dd details div dl dt fieldset figcaption figure header hgroup "
+    "hr html li main ol p pre section summary table tbody tfoot thead tr ul caption h1 h2 h3 h4 h5 h6 "
 )
+_BLOCKS = frozenset(_BLOCKS_TAGS.split())
 _SPACE = re.compile(r"[^\S\u00a0]+|\u00a0+")
 _WIDE = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
 # named parts of a page that hold more of its text than this are no boilerplate, whatever they are called

@@ -1,4 +1,4 @@
-"""How predictable a document is to a small causal language model: gibberish is not, and neither is boilerplate too much.
+"""How predictable a document is to a small causal language model: gibberish is too little, boilerplate too much.
 
 The one operator of this package that runs a model. Torch and transformers are imported when it is opened.
 """
@@ -66,7 +66,7 @@ class Perplexity(MapOperator):
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         self._tokenizer: Any = load_tokenizer(folder, config)
         with quiet_transformers():
-            loaded = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, local_files_only=True)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, local_files_only=True)
         self._model: Any = loaded.to(device).eval()
 
     def run(self, batch: list[Document], tally: Tally) -> list[Document]:
