@@ -4,8 +4,8 @@ A padding-free micro-batch is one long row of examples laid end to end. `varlen`
 Hugging Face model that goes through the attention interface; it reads the segment borders from `cu_seq_lens_q` (int32
 [segments + 1]), the name the library's own flash-attention path uses, so no model code changes.
 
-On a CPU each segment runs through PyTorch's flash kernel: no block mask is built and no work is done across segments
-(12 % faster than a block mask at four examples a row). The whole loop is one custom operator, so a compiled layer sees
+On a CPU each segment runs by itself: no block mask is built and no work is done across segments (12 % faster than a
+block mask at four examples a row). The whole loop is one custom operator, so a compiled layer sees
 one opaque call whose shapes don't depend on the borders. On CUDA, `torch.nn.attention.varlen` does the same in one
 kernel (not yet run on a GPU).
 
@@ -25,7 +25,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from swift.core.errors import ModelError
-from swift.models.attention_backward import blocked_backward, suits_blocks
+from swift.models.attention_blocks import blocked_backward, blocked_forward, suits_blocks
 
 VARLEN = "varlen"
 
@@ -47,7 +47,7 @@ def _expand_heads(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
 def segment_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention within each segment, CPU flash kernel.
+    """Causal attention within each segment of one row: batched products or PyTorch's flash kernel, by length.
 
     Args:
         query: [1, heads, tokens, head_dim]; key, value: [1, kv_heads, tokens, head_dim].
@@ -58,13 +58,16 @@ def segment_attention(
         output, shaped as `query` and laid out as [1, tokens, heads, head_dim]; log-sum-exp of the scores, fp32.
     """
     batch, heads, tokens, _ = query.shape
-    key, value = _expand_heads(key, heads), _expand_heads(value, heads)
     output = query.new_empty(batch, tokens, heads, value.shape[3]).transpose(1, 2)
     logsumexp = query.new_empty(batch, heads, tokens, dtype=_lse_dtype(query.dtype))
     for start, end in _segments(cu_seqlens):
-        part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query[:, :, start:end], key[:, :, start:end], value[:, :, start:end], 0.0, True, scale=scale
-        )
+        q, k, v = (t[:, :, start:end] for t in (query, key, value))
+        if suits_blocks(end - start, query.dtype, backward=False):
+            part, part_lse = blocked_forward(q[0], k[0], v[0], scale)
+        else:
+            part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, _expand_heads(k, heads), _expand_heads(v, heads), 0.0, True, scale=scale
+            )
         output[:, :, start:end] = part
         logsumexp[:, :, start:end] = part_lse
     return output, logsumexp
@@ -95,7 +98,7 @@ def segment_attention_backward(
         q, k, v, out, out_grad = (t[:, :, start:end] for t in (query, key, value, output, grad))
         lse = logsumexp[:, :, start:end]
         parts: Any
-        if suits_blocks(end - start, query.dtype):
+        if suits_blocks(end - start, query.dtype, backward=True):
             parts = blocked_backward(out_grad[0], (q[0], k[0], v[0]), out[0], lse[0], scale)
         else:
             k, v = _expand_heads(k, heads), _expand_heads(v, heads)

@@ -9,7 +9,7 @@ import torch
 import transformers as tf
 
 from swift.core.errors import ModelError
-from swift.models import attention_backward
+from swift.models import attention_blocks
 from swift.models.attention import VARLEN, prove_varlen, segment_attention
 from swift.models.head import find_decoder
 from swift.models.prepare import choose_attention
@@ -115,7 +115,7 @@ def written_out(query, key, value, borders, scale):
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=str)
 @pytest.mark.parametrize("lengths", [(170,), (64, 33), (1, 200, 160, 2), (161, 30)], ids=str)
-def test_gradients_of_short_and_long_segments_are_those_of_the_formula(heads, lengths):
+def test_short_and_long_segments_are_those_of_the_formula(heads, lengths):
     generator = torch.Generator().manual_seed(0)
     borders = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     shapes = [(1, borders[-1], n, 8) for n in (heads[0], heads[1], heads[1])]
@@ -132,7 +132,9 @@ def test_gradients_of_short_and_long_segments_are_those_of_the_formula(heads, le
 
 
 def test_blocks_serve_the_lengths_and_types_they_are_faster_for():
-    shortest, longest = attention_backward.SHORTEST, attention_backward.LONGEST
-    lengths = (shortest - 1, shortest, longest, longest + 1)
-    assert [attention_backward.suits_blocks(n, torch.float32) for n in lengths] == [False, True, True, False]
-    assert not attention_backward.suits_blocks(shortest, torch.bfloat16)
+    shortest, longest = attention_blocks.SHORTEST, attention_blocks.LONGEST
+    lengths = (shortest - 1, shortest, attention_blocks.LONGEST_FORWARD + 1, longest, longest + 1)
+    suits = attention_blocks.suits_blocks
+    assert [suits(n, torch.float32, backward=True) for n in lengths] == [False, True, True, True, False]
+    assert [suits(n, torch.float32, backward=False) for n in lengths] == [False, True, False, False, False]
+    assert not suits(shortest, torch.bfloat16, backward=True)
