@@ -18,8 +18,13 @@ from swift.core.devices import cpu_vendor
 _LARGEST_WEIGHT = 1 << 24
 
 
-@cache
+@torch.compiler.assume_constant_result
 def _prefers_onednn() -> bool:
+    return _onednn_wins()
+
+
+@cache
+def _onednn_wins() -> bool:
     return (
         cpu_vendor() == "AuthenticAMD"
         and torch.backends.mkldnn.is_available()
@@ -29,18 +34,38 @@ def _prefers_onednn() -> bool:
 
 def times_transposed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [.., in] times weight [out, in] transposed: [.., out]. No bias, no autograd of its own on the fast way."""
-    if (
-        x.dtype == torch.float32
-        and x.device.type == "cpu"
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and weight.numel() <= _LARGEST_WEIGHT
-        and _prefers_onednn()
-    ):
-        return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    if _suits_onednn(x, weight):
+        return _in_compiled(x, weight, False) if torch.compiler.is_compiling() else _onednn(x, weight)
     return x @ weight.t()
 
 
 def times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [.., out] times weight [out, in]: [.., in]; the product that carries a gradient back through a linear layer."""
-    return times_transposed(x, weight.t())
+    if _suits_onednn(x, weight):
+        return _in_compiled(x, weight, True) if torch.compiler.is_compiling() else _onednn(x, weight.t())
+    return x @ weight
+
+
+def _suits_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return (
+        x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and weight.numel() <= _LARGEST_WEIGHT
+        and _prefers_onednn()
+    )
+
+
+def _onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
+@torch.library.custom_op("swift::linear", mutates_args=())
+def _in_compiled(x: torch.Tensor, weight: torch.Tensor, back: bool) -> torch.Tensor:
+    """The product as one opaque operation: what the compiler makes of oneDNN's own one depends on its version."""
+    return _onednn(x, weight.t() if back else weight)
+
+
+@_in_compiled.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, back: bool) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[1 if back else 0])
