@@ -157,6 +157,8 @@ class ShardReading:
         self.notes: list[str] = []
         self.bytes = 0
         self._bad = 0
+        self._prefix = str(shard.file.ref(0))[:-1]  # of ids; asking the file for each row would cost more than parsing
+        self._columnar = shard.file.format in _COLUMNAR
 
     def __iter__(self) -> Iterator[list[Document]]:
         batch: list[Document] = []
@@ -211,14 +213,14 @@ class ShardReading:
 
     def _document(self, line: int, raw: bytes | dict[str, Any] | RowProblem) -> Document | None:
         self.tally.read += 1
-        ref = self.shard.file.ref(line)
+        doc_id = f"{self._prefix}{line}"
         try:
             record = parse_line(raw) if isinstance(raw, bytes) else parse_raw(raw)
-            if self.shard.file.format in _COLUMNAR:
+            if self._columnar:
                 record = {key: _plain(value) for key, value in record.items()}
-            document = document_from(record, str(ref), column=self.spec.text_column)
+            document = document_from(record, doc_id, column=self.spec.text_column)
         except RowProblem as problem:
-            self._refuse(problem, str(ref), raw)
+            self._refuse(problem, doc_id, raw)
             return None
         if self.spec.source is not None:
             document.meta["source"] = self.spec.source
