@@ -130,13 +130,19 @@ def _preview(arguments: list[str]) -> int:
     encoder = _encoder(config, config.template)
     from rich.console import Console
 
+    from swift.data.augment.rows import row_augmenter
     from swift.data.preview import ProblemView, View, html_page, terminal_text, view_row
     from swift.data.rows import RowProblem
     from swift.data.selection import iter_rows
+    from swift.data.sources import resolve_sources
 
     views: list[View] = []
+    sources, held = resolve_sources(config.data)
+    augmenter = row_augmenter(config.data, seed=config.training.seed, train=sources, validation=held)
     rows = iter_rows(config.data.dataset, config.data, need_answer=True, seed=config.training.seed)
     for ref, row in islice(rows, config.preview.n):
+        if augmenter and not isinstance(row, RowProblem):
+            augmenter.rewrite([row])
         views += [ProblemView(str(ref), row)] if isinstance(row, RowProblem) else view_row(encoder, row)
     if config.preview.html:
         path = Path(config.preview.html)

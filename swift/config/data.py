@@ -6,7 +6,7 @@ What inference needs of it is in `RowsConfig` and `PromptConfig`; training adds 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from swift.config.fields import setting
 
@@ -41,6 +41,11 @@ class DataConfig(RowsConfig):
     strict: bool = setting(True, help="stop at the first bad row; false: drop it, count it, go on")
     max_bad_rows: float = setting(0.01, help="with --strict false: bad rows allowed (share below 1, else count)")
     dataset_num_proc: int = setting(1, help="processes that read and tokenise", aliases=("preprocessing_num_workers",))
+    augment: dict[str, Any] | None = setting(
+        None,
+        help="JSON: rewrite user messages before they are tokenised, such as "
+        '{"text": {"synonym_replacement": {"prob": 0.3, "n": 2}}}; each row has one form in all epochs',
+    )
     cached_dataset: list[str] = setting(
         help="folders of token shards (`swift export --to_cached_dataset true`, or a recipe), as folder[#rows]; beside "
         "--dataset they are joined to it",

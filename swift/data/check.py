@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from swift.config.data import DataConfig, TemplateConfig
+from swift.data.augment.rows import augmenting
 from swift.data.ledger import Ledger, SourceTally
 from swift.data.pipeline import Chunk, ChunkResult, Encoder, RowResult, Task, Workers
 from swift.data.rows import RowRef
@@ -158,6 +159,8 @@ def run_check(
     """
     train, validation = resolve_sources(data)
     ledger = Ledger(run_dir / "ledger.jsonl" if run_dir else None, strict=False, max_bad_rows=float("inf"))
+    if encoder is not None:
+        encoder = augmenting(encoder, data, seed=seed, train=train, validation=validation)
     check = _Check(data, ledger, Task(row_options(data, need_answer=True), encoder, facts=True))
     try:
         with check.workers:

@@ -22,6 +22,7 @@ from swift.config.data import DataConfig, TemplateConfig
 from swift.core.errors import DataError, UsageError, did_you_mean
 from swift.core.files import write_atomic
 from swift.core.version import __version__
+from swift.data.augment.rows import augmenting
 from swift.data.cached import locate_cached, made_with, open_cached, validation_of
 from swift.data.files import is_url, stamp_of
 from swift.data.ledger import SOFT_REASONS, Ledger, SourceTally
@@ -121,6 +122,7 @@ def prepare_datasets(
         strict=data.strict,
         max_bad_rows=data.max_bad_rows,
     )
+    encoder = augmenting(encoder, data, seed=seed, train=sources, validation=val_sources)
     builder = _Builder(data, encoder, ledger, seed, store)
     builder.progress = Progress(progress, [*sources, *val_sources])
     try:

@@ -7,6 +7,7 @@ row's id, and the transform's place and name; so results don't depend on process
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,6 +134,12 @@ def random_stream(seed: int, row_id: str, transform: str) -> np.random.Generator
     return np.random.Generator(np.random.Philox(key=np.frombuffer(digest, "<u8").copy()))
 
 
+def load_transforms() -> None:
+    """Register the transforms that come with the program."""
+    for name in ("lexical", "noise", "structure", "translation", "llm"):
+        importlib.import_module(f"swift.data.augment.{name}")
+
+
 def build_augmenter(config: Mapping[str, Any], *, seed: int = 42) -> Augmenter:
     """An augmenter from a dictionary such as `{"text": {"synonym_replacement": {"prob": 0.3, "n": 2}}}`.
 
@@ -143,6 +150,7 @@ def build_augmenter(config: Mapping[str, Any], *, seed: int = 42) -> Augmenter:
     Raises:
         UsageError: an unknown kind, transform or setting (with the nearest known one), or a wrong value.
     """
+    load_transforms()
     if not isinstance(config, Mapping) or not config:
         raise UsageError(f"augmentation needs a mapping, got {config!r}", fix=f"for example {EXAMPLE}")
     for kind in config:

@@ -19,6 +19,8 @@ from swift.data.augment.synonyms import SynonymTable, read_table, shipped_table
 from swift.data.augment.text import Words, capitalised, is_unspaced, like, uncapitalised
 from swift.data.augment.transform import TRANSFORMS, Request, Unchanged, WordTransform
 
+_TRIES = 8
+
 
 @dataclass(kw_only=True)
 class _SynonymTransform(WordTransform):
@@ -144,14 +146,24 @@ class RandomSwap(WordTransform):
         free = words.free
         if len(free) < 2:
             raise Unchanged("too_short")
+        done: set[tuple[int, int]] = set()
         for _ in range(self.number(len(free))):
-            first = int(rng.integers(len(free)))
-            reach = self.distance or len(free)
-            low, high = max(0, first - reach), min(len(free) - 1, first + reach)
-            second = low + int(rng.integers(high - low))  # every other place in reach, equally often
-            second += second >= first
-            _swap(words, *sorted((free[first], free[second])), english=request.language == "en")
+            for _ in range(_TRIES):  # the same pair again would undo the swap
+                pair = self._pair(len(free), rng)
+                if pair not in done:
+                    done.add(pair)
+                    _swap(words, free[pair[0]], free[pair[1]], english=request.language == "en")
+                    break
         return str(words)
+
+    def _pair(self, num_words: int, rng: np.random.Generator) -> tuple[int, int]:
+        """Two different places in reach of each other, in order."""
+        first = int(rng.integers(num_words))
+        reach = self.distance or num_words
+        low, high = max(0, first - reach), min(num_words - 1, first + reach)
+        second = low + int(rng.integers(high - low))  # every other place in reach, equally often
+        second += second >= first
+        return (first, second) if first < second else (second, first)
 
 
 def _swap(words: Words, first: int, second: int, *, english: bool) -> None:

@@ -180,6 +180,11 @@ def test_swap_keeps_words_and_the_places_of_gaps():
         assert after[0].isupper()
 
 
+def test_two_swaps_never_undo_each_other():
+    assert all(augment("random_swap", "one two three", row=row, n=2) != "one two three" for row in range(60))
+    assert {augment("random_swap", "one two", row=row, n=4) for row in range(20)} == {"two one"}
+
+
 def test_swap_passes_the_capital_on():
     results = {augment("random_swap", "The cat sleeps", row=r) for r in range(60)}
     assert results == {"Cat the sleeps", "Sleeps cat the", "The sleeps cat"}
