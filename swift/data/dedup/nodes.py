@@ -83,14 +83,16 @@ def read_id(folder: Path, row: int) -> str:
     Raises:
         DataError: the folder holds no such row.
     """
-    block = _read_block(folder, row // _IDS_PER_BLOCK)
+    written = (folder / _DATA).stat()
+    block = _read_block(folder, row // _IDS_PER_BLOCK, (written.st_mtime_ns, written.st_ino))
     if row % _IDS_PER_BLOCK >= len(block):
         raise DataError(f"there is no document {row}", where=str(folder), fix="delete the run's folder and run again")
     return block[row % _IDS_PER_BLOCK]
 
 
 @lru_cache(maxsize=64)
-def _read_block(folder: Path, block: int) -> list[str]:
+def _read_block(folder: Path, block: int, stamp: tuple[int, int]) -> list[str]:
+    """The ids of a block; `stamp` tells a folder from an earlier one of that name."""
     ends = np.load(folder / _OFFSETS, mmap_mode="r")
     if block + 1 >= len(ends):
         return []

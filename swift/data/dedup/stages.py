@@ -11,7 +11,7 @@ import numpy as np
 
 from swift.core.errors import UsageError
 from swift.data.dedup.nodes import MAX_SHARDS, node_of, read_id, row_of, shard_of
-from swift.data.dedup.runs import KeyReader, Runs
+from swift.data.dedup.runs import Chunk, KeyReader, Runs, starts_of
 from swift.data.engine.document import Document
 from swift.data.engine.operator import PhaseWork
 
@@ -70,3 +70,28 @@ def joined(work: PhaseWork, shard: int, runs: Runs) -> Iterator[tuple[list[Docum
 def id_of(work: PhaseWork, phase: str, node: int) -> str:
     """The id of a document of any shard, from the file that the phase left for its shard."""
     return read_id(work.result(phase, shard_of(node)), row_of(node))
+
+
+def repeats(chunk: Chunk) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Of records with `key` and `low` (a hash), `node` and `at` (a place): those that aren't the first of their hash.
+
+    Yields:
+        the records, and for each of them the first one of its hash.
+    """
+    if chunk.whole:
+        for rows in chunk.parts():
+            starts = starts_of(rows["key"], rows["low"])
+            first = rows[starts][np.cumsum(starts) - 1]
+            yield rows[~starts], first[~starts]
+        return
+    firsts: dict[int, np.ndarray] = {}  # by the other half of the hash: practically one
+    for rows in chunk.parts():
+        starts = starts_of(rows["low"])  # a part is sorted
+        for row in rows[starts]:
+            known = firsts.setdefault(int(row["low"]), row)
+            if (row["node"], row["at"]) < (known["node"], known["at"]):
+                firsts[int(row["low"])] = row
+    for rows in chunk.parts():
+        for low, first in firsts.items():
+            same = rows[(rows["low"] == low) & ((rows["node"] != first["node"]) | (rows["at"] != first["at"]))]
+            yield same, np.full(len(same), first, dtype=rows.dtype)

@@ -15,14 +15,14 @@ import numpy as np
 from swift.config.fields import setting
 from swift.core.errors import UsageError
 from swift.data.dedup.nodes import IdWriter, node_of, shard_cuts
-from swift.data.dedup.runs import Chunk, RunWriter, hash_cuts, records, starts_of
-from swift.data.dedup.stages import check_partitions, id_of, joined, partitions_of, runs_of
+from swift.data.dedup.runs import RunWriter, hash_cuts, records
+from swift.data.dedup.stages import check_partitions, id_of, joined, partitions_of, repeats, runs_of
 from swift.data.dedup.units import Normalise, cut, digest, normaliser, whole, without
 from swift.data.engine.document import Document
 from swift.data.engine.operator import OPERATORS, GlobalOperator, PhaseWork
 
-_HASH = np.dtype([("key", "<u8"), ("low", "<u8"), ("node", "<u8"), ("unit", "<u4")])
-_TWIN = np.dtype([("key", "<u8"), ("unit", "<u4"), ("twin", "<u8")])
+_HASH = np.dtype([("key", "<u8"), ("low", "<u8"), ("node", "<u8"), ("at", "<u4")])
+_TWIN = np.dtype([("key", "<u8"), ("at", "<u4"), ("twin", "<u8")])
 _FLUSH = 1 << 14  # hashes collected as Python numbers before they become an array
 
 
@@ -104,8 +104,8 @@ class ExactDedup(GlobalOperator):
         memory = work.context.memory_bytes
         twins = RunWriter(work.output, _TWIN, shard_cuts(work.num_shards), memory // 4)
         for chunk in runs_of(work, "hash", work.num_shards, _HASH, partition).chunks():
-            for rows, first in _repeated(chunk):
-                twins.add(records(_TWIN, key=rows["node"], unit=rows["unit"], twin=first))
+            for rows, firsts in repeats(chunk):
+                twins.add(records(_TWIN, key=rows["node"], at=rows["at"], twin=firsts["node"]))
         twins.close()
 
     def _filter(self, shard: int, work: PhaseWork, partitions: int) -> Iterator[list[Document]]:
@@ -130,7 +130,7 @@ class ExactDedup(GlobalOperator):
         if self.unit == "document":
             work.tally.drop(document, "duplicate", note)
             return False
-        texts = self._without(document.texts, set(twins["unit"].tolist()))
+        texts = self._without(document.texts, set(twins["at"].tolist()))
         if not any(text.strip() for text in texts):
             work.tally.drop(document, f"only_repeated_{self.unit}s", note)
             return False
@@ -148,23 +148,3 @@ class ExactDedup(GlobalOperator):
             left.append(without(pieces, {which - number for which in removed if number <= which < number + units}))
             number += units
         return left
-
-
-def _repeated(chunk: Chunk) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The records of a chunk that aren't the first of their hash, each with the node of the first."""
-    if chunk.whole:
-        for rows in chunk.parts():
-            starts = starts_of(rows["key"], rows["low"])
-            first = rows["node"][starts][np.cumsum(starts) - 1]
-            yield rows[~starts], first[~starts]
-        return
-    firsts: dict[int, tuple[int, int]] = {}  # by the other half of the hash: practically one
-    for rows in chunk.parts():
-        for low in np.unique(rows["low"]).tolist():
-            least = rows[rows["low"] == low][0]  # a part is sorted
-            found = (int(least["node"]), int(least["unit"]))
-            firsts[low] = min(firsts.get(low, found), found)
-    for rows in chunk.parts():
-        for low, (node, unit) in firsts.items():
-            same = rows[(rows["low"] == low) & ((rows["node"] != node) | (rows["unit"] != unit))]
-            yield same, np.full(len(same), node, dtype=np.uint64)
