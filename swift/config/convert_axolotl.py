@@ -170,7 +170,7 @@ def _datasets(data: dict[str, Any], out: Conversion) -> None:
 
 
 def _dataset_files(entry: dict[str, Any], out: Conversion, columns: dict[str, str]) -> list[str]:
-    """The local files of one dataset; one on a hub is listed as lost."""
+    """The files of one dataset, or its id on the hub."""
     path = str(entry.get("path", ""))
     kind = entry.get("type", "chat_template")
     if isinstance(kind, dict):  # its own prompt written out
@@ -194,15 +194,23 @@ def _dataset_files(entry: dict[str, Any], out: Conversion, columns: dict[str, st
     trained = entry.get("roles_to_train")
     if trained and set(trained) - {"assistant", "gpt"}:
         out.lose(f"dataset {path}: roles_to_train", trained, 'mark messages with "loss": true in the file')
-    if entry.get("split") not in (None, "train"):
-        out.lose(f"dataset {path}: split", entry["split"], "give the files of that split")
     data_files = [entry["data_files"]] if isinstance(entry.get("data_files"), str) else entry.get("data_files")
     if data_files:
         return [str(file if Path(file).exists() else Path(path) / file) for file in data_files]
-    if not (Path(path).exists() or (out.base / path).exists() or entry.get("ds_type") or path.startswith((".", "/"))):
-        out.lose(f"dataset {path}", path, "download it and give the files: data is read from local files")
-        return []
+    here = Path(path).exists() or (out.base / path).exists() or entry.get("ds_type") or path.startswith((".", "/"))
+    if here and entry.get("split") not in (None, "train"):
+        out.lose(f"dataset {path}: split", entry["split"], "give the files of that split")
+    if not here and "://" not in path:
+        return [_hub_id(entry, path)]
     return [path]
+
+
+def _hub_id(entry: dict[str, Any], path: str) -> str:
+    """`hf::owner/name@revision:subset:split`, as far as they are given."""
+    revision = f"@{entry['revision']}" if entry.get("revision") else ""
+    split = f":{entry['split']}" if entry.get("split") else ""
+    subset = f":{entry.get('name') or ''}" if entry.get("name") or split else ""
+    return f"hf::{path}{revision}{subset}{split}"
 
 
 def _defaults(out: Conversion, adapter: str) -> None:

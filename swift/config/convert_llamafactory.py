@@ -236,9 +236,10 @@ def _dataset_path(
     if entry.get("ranking"):
         out.lose(f"dataset {name}", name, "preference pairs are being built")
         return None
-    if "file_name" not in entry:
-        source = entry.get("hf_hub_url") or entry.get("ms_hub_url") or entry.get("script_url") or "a hub"
-        out.lose(f"dataset {name}", source, "download it and give the files: data is read from local files")
+    hub = next((prefix for prefix, key in (("hf", "hf_hub_url"), ("ms", "ms_hub_url")) if entry.get(key)), None)
+    if "file_name" not in entry and hub is None:
+        source = entry.get("script_url") or entry.get("cloud_file_name") or entry.get("om_hub_url") or "another place"
+        out.lose(f"dataset {name}", source, "give its files, or a URL of them")
         return None
     names = {
         "prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system",
@@ -257,4 +258,8 @@ def _dataset_path(
     for tag, word in (entry.get("tags") or {}).items():
         if word not in known_tags.get(tag, ()):
             out.lose(f"dataset {name}: {tag}", word, "rename it in the file: role/content with user, assistant, system")
+    if hub:
+        split = f":{entry['split']}" if entry.get("split") else ""
+        subset = f":{entry.get('subset') or ''}" if entry.get("subset") or split else ""
+        return f"{hub}::{entry[f'{hub}_hub_url']}{subset}{split}"
     return str(folder / entry["file_name"])

@@ -63,6 +63,7 @@ datasets:
     type: alpaca
   - path: hub/dataset
     type: chat_template
+    split: test
     field_messages: dialogue
 val_set_size: 0.1
 output_dir: ./outputs/lora-out
@@ -124,7 +125,7 @@ def data(tmp_path):
     info = {
         "mine": {"file_name": "mine.json", "columns": {"prompt": "ask", "response": "reply"}},
         "pairs": {"file_name": "pairs.json", "ranking": True},
-        "hubbed": {"hf_hub_url": "owner/rows"},
+        "hubbed": {"hf_hub_url": "owner/rows", "subset": "en", "split": "test"},
     }
     (folder / "dataset_info.json").write_text(json.dumps(info))
     return folder
@@ -144,7 +145,8 @@ def test_llama_factory(tmp_path, data):
     result, flat, text, config = converted(tmp_path, LLAMA_FACTORY.format(data=data))
     expected = {
         "model": "owner/model-instruct", "trust_remote_code": True, "tuner_type": "lora", "lora_rank": 16,
-        "target_modules": ["all-linear"], "dataset": ["self-cognition", f"{data}/mine.json#3"], "max_length": 1024,
+        "target_modules": ["all-linear"], "max_length": 1024,
+        "dataset": ["self-cognition", f"{data}/mine.json#3", "hf::owner/rows:en:test#3"],
         "columns": {"ask": "instruction", "reply": "output"}, "dataset_num_proc": 4, "output_dir": "saves/x",
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "learning_rate": 1e-4,
         "torch_dtype": "bfloat16", "split_dataset_ratio": 0.1, "eval_strategy": "steps", "eval_steps": 500,
@@ -154,7 +156,7 @@ def test_llama_factory(tmp_path, data):
     defaults = {"lora_alpha": 32.0, "lora_dropout": 0.0, "weight_decay": 0.0, "adam_beta2": 0.999, "strict": False}
     assert {name: flat[name] for name in defaults} == defaults, "its defaults are written out"
     assert set(result.lost) == {
-        "dataset identity", "dataset pairs", "dataset hubbed", "deepspeed", "quantization_bit", "some_future_key",
+        "dataset identity", "dataset pairs", "deepspeed", "quantization_bit", "some_future_key",
     }  # fmt: skip
     for key in result.lost:
         assert f"#   {key}: " in text
@@ -189,14 +191,15 @@ def test_axolotl(tmp_path, data):
     result, flat, _, config = converted(tmp_path, AXOLOTL.format(data=data))
     expected = {
         "model": "owner/model", "tuner_type": "lora", "lora_rank": 32, "lora_alpha": 16.0, "lora_dropout": 0.05,
-        "target_modules": ["all-linear"], "dataset": [f"{data}/rows.jsonl"], "split_dataset_ratio": 0.1,
+        "target_modules": ["all-linear"], "split_dataset_ratio": 0.1,
+        "dataset": [f"{data}/rows.jsonl", "hf::hub/dataset::test"],
         "columns": {"dialogue": "messages"}, "max_length": 4096, "packing": True, "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 4, "num_train_epochs": 4.0, "learning_rate": 2e-4, "lr_scheduler_type": "cosine",
         "warmup_steps": 10, "warmup_ratio": 0.0, "save_strategy": "epoch", "gradient_checkpointing": True,
         "adam_beta2": 0.999, "torch_dtype": None,
     }  # fmt: skip
     assert {name: flat[name] for name in expected} == expected
-    assert set(result.lost) == {"dataset hub/dataset", "optimizer", "load_in_4bit", "special_tokens", "evals_per_epoch"}
+    assert set(result.lost) == {"optimizer", "load_in_4bit", "special_tokens", "evals_per_epoch"}
     assert find_problems(config) == []
 
 
