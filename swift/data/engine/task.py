@@ -193,6 +193,21 @@ def _described(path: Path, folder: Path) -> dict[str, Any]:
     return {"name": str(path.relative_to(folder)), "bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
+@dataclass
+class _Waits:
+    """CPU seconds that a consumer of batches has spent on getting them."""
+
+    cpu_s: float = 0.0
+
+    def timed(self, batches: Iterable[list[Document]]) -> Iterator[list[Document]]:
+        start = time.process_time()
+        for batch in batches:
+            self.cpu_s += time.process_time() - start
+            yield batch
+            start = time.process_time()
+        self.cpu_s += time.process_time() - start
+
+
 class _Task:
     """A running task; for a phase of a global operator, it is the `PhaseWork` that the operator is handed."""
 
@@ -204,7 +219,6 @@ class _Task:
         self.num_shards = len(self.job.shards)
         self.records: dict[str, Record] = {}
         self.notes: list[str] = []
-        self._start = time.process_time()
         self._facts: dict[str, Any] | None = None
         self._dropped: Any = None
         if stage.step is not None:
@@ -225,9 +239,6 @@ class _Task:
             self._close_dropped()
             raise
         self._close_dropped()
-        if self.stage.final and OUTPUT in self.records:
-            others = sum(record.cpu_s for record in self.records.values())
-            self.records[OUTPUT].cpu_s = max(0.0, time.process_time() - self._start - others)
         for record in self.records.values():
             record.tally.trim(_MOST_LABELS)
         return self._facts or {}
@@ -346,7 +357,12 @@ class _Task:
             return
         sink = self.worker.sink
         assert sink is not None
-        written = sink.write(self.output, f"part-{self.index:05d}", counted_output(left, self._record(OUTPUT)))
+        record = self._record(OUTPUT)
+        waits = _Waits()
+        start = time.process_time()
+        counted = counted_output(waits.timed(left), record)
+        written = sink.write(self.output, f"part-{self.index:05d}", counted)
+        record.cpu_s += time.process_time() - start - waits.cpu_s
         if "tally" in written and self.recipe.sink is not None:
             record = Record.from_json(
                 {"label": self.recipe.sink.label, "tally": written.pop("tally"), "cpu_s": 0.0, "bytes": 0}
