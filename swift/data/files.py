@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from swift.core.errors import DataError, DependencyError, SwiftError
 from swift.core.network import require_network
+from swift.data.patterns import path_pattern
 from swift.data.rows import RowRef
 from swift.data.unpack import unpacked
 
@@ -252,15 +253,16 @@ def _first_line(error: BaseException) -> str:
 class _Remote(io.RawIOBase):
     """A file of a remote file system whose errors name it."""
 
-    def __init__(self, inner: Any, location: str) -> None:
+    def __init__(self, inner: Any, location: str, in_order: bool) -> None:
         self.inner = inner
         self.location = location
+        self.in_order = in_order
 
     def readable(self) -> bool:
         return True
 
     def seekable(self) -> bool:
-        return bool(self.inner.seekable())
+        return not self.in_order and bool(self.inner.seekable())
 
     def seek(self, offset: int, whence: int = 0) -> int:
         with self._errors():
@@ -280,9 +282,11 @@ class _Remote(io.RawIOBase):
         try:
             with remote_errors(self.location):
                 yield
-        except ValueError as error:  # fsspec: the server doesn't give parts of files
+        except ValueError as error:  # so fsspec says that a server gives whole files only
             raise DataError(
-                f"the file can't be read: {error}", where=self.location, fix="copy it here first"
+                "the server gives whole files only, and this format is read from several places",
+                where=self.location,
+                fix="copy it here first",
             ) from error
 
     def close(self) -> None:
@@ -291,8 +295,13 @@ class _Remote(io.RawIOBase):
         super().close()
 
 
-def open_packed(location: str) -> io.BufferedReader:
+def open_packed(location: str, *, anywhere: bool = False) -> io.BufferedReader:
     """The bytes as they are stored.
+
+    Args:
+        location: a path or URL.
+        anywhere: whether reading has to jump about; without it, web servers that only give whole files will do, and
+            then the stream isn't seekable.
 
     Raises:
         DataError, NetworkError, DependencyError: it isn't there or can't be read.
@@ -305,7 +314,9 @@ def open_packed(location: str) -> io.BufferedReader:
                 raise DataError(f"the file can't be read: {error.strerror}", where=location) from error
     system, path = filesystem(location)
     with remote_errors(location):
-        return io.BufferedReader(_Remote(system.open(path, "rb"), location), BUFFER_BYTES)
+        in_order = not anywhere and _is_web(location) and not system.info(path).get("partial")
+        inner = system.open(path, "rb", **({"block_size": 0} if in_order else {}))
+        return io.BufferedReader(_Remote(inner, location, in_order), BUFFER_BYTES)
 
 
 def open_input(location: str) -> BinaryIO:
@@ -446,41 +457,16 @@ def glob_files(pattern: str) -> list[str]:
     if is_url(pattern):
         system, path = filesystem(pattern)
         with remote_errors(pattern):
-            return sorted(system.unstrip_protocol(n) for n in system.glob(path) if _is_web(pattern) or system.isfile(n))
+            found = system.glob(path, detail=True)
+        return sorted(system.unstrip_protocol(name) for name, info in found.items() if info["type"] == "file")
     pattern = str(Path(pattern).expanduser())
     if "**" not in pattern:
         return _once([p for p in glob.glob(pattern) if Path(p).is_file()])  # noqa: PTH207
     parts = Path(pattern).parts
     fixed = next(index for index, part in enumerate(parts) if has_pattern(part))
     root = Path(*parts[:fixed])
-    matches = re.compile(_pattern_text(parts[fixed:])).fullmatch
-    return [path for path in walk_files(str(root)) if matches(str(Path(path).relative_to(root)))]
-
-
-def _pattern_text(parts: tuple[str, ...]) -> str:
-    """A regular expression for a path below a folder; as in a shell, `*` doesn't match a hidden name."""
-    text = ""
-    for number, part in enumerate(parts):
-        last = number == len(parts) - 1
-        if part == "**":
-            text += r"(?:[^/.][^/]*/)*" + (r"[^/.][^/]*" if last else "")
-            continue
-        hidden = "" if part.startswith(".") else r"(?!\.)"
-        pieces = re.findall(r"\*+|\?|\[!?\]?[^\]]*\]|.", part)
-        named = {"*": "[^/]*", "?": "[^/]"}
-        text += hidden + "".join(
-            named.get(piece[0], "") if piece[0] in "*?" else _class_text(piece) for piece in pieces
-        )
-        text += "" if last else "/"
-    return text
-
-
-def _class_text(piece: str) -> str:
-    if len(piece) < 2:
-        return re.escape(piece)
-    negated = piece[1] == "!"
-    body = piece[2 if negated else 1 : -1].replace("\\", "\\\\")
-    return f"[{'^' if negated else ''}{body}]"
+    matches = path_pattern("/".join(parts[fixed:])).fullmatch
+    return [path for path in walk_files(str(root)) if matches(Path(path).relative_to(root).as_posix())]
 
 
 def list_inputs(location: str) -> list[str]:

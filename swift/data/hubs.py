@@ -23,6 +23,7 @@ from swift.core.extras import require
 from swift.core.logging import get_logger
 from swift.core.network import is_offline, uses_hf
 from swift.data.files import DOCUMENT_FORMATS, FORMATS, DataFile, format_of, is_data_file
+from swift.data.patterns import path_pattern
 
 log = get_logger("data")
 
@@ -159,8 +160,8 @@ def card_layout(card: str, names: list[str]) -> Layout:
 def _card_splits(data_files: Any, folder: str, names: list[str]) -> dict[str, list[str]]:
     def matching(patterns: Any) -> list[str]:
         wanted = [patterns] if isinstance(patterns, str) else [p for p in patterns or [] if isinstance(p, str)]
-        full = [str(PurePosixPath(folder) / pattern) for pattern in wanted]
-        return [name for name in names if any(_matches(name, pattern) for pattern in full)]
+        full = [path_pattern((PurePosixPath(folder) / pattern).as_posix()) for pattern in wanted]
+        return [name for name in names if any(pattern.fullmatch(name) for pattern in full)]
 
     if data_files is None:
         inside = [name for name in names if not folder or name.startswith(folder.rstrip("/") + "/")]
@@ -174,16 +175,6 @@ def _card_splits(data_files: Any, folder: str, names: list[str]) -> dict[str, li
         split, paths = (entry.get("split", "train"), entry.get("path")) if isinstance(entry, dict) else ("train", entry)
         splits.setdefault(str(split), []).extend(matching(paths))
     return {split: list(dict.fromkeys(files)) for split, files in splits.items() if files}
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Whether a name in a repository matches a pattern of its card; `**` stands for any number of folders."""
-    marks = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    text = "".join(
-        piece.replace("[!", "[^") if len(piece) > 2 and piece[0] == "[" else marks.get(piece, re.escape(piece))
-        for piece in re.split(r"(\*\*/|\*\*|\*|\?|\[!?[\w-]+\])", pattern.removeprefix("./"))
-    )
-    return re.fullmatch(text, name) is not None
 
 
 def named_layout(names: list[str]) -> Layout:

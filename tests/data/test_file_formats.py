@@ -255,6 +255,19 @@ def test_markdown_is_one_document(tmp_path: Path) -> None:
     assert len(bad) == 1 and bad[0][0] == 4 and bad[0][1].startswith("bad_encoding: byte 1")
 
 
+# --- csv ---
+
+
+def test_a_quote_that_is_not_closed_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swift.data.readers.lines._CSV_ROW_BYTES", 1000)
+    path = put(tmp_path / "a.csv", 'text,n\na,1\n"b,2\n' + "c,3\n" * 1000)
+    found = []
+    with pytest.raises(DataError, match="a csv row that ends") as caught:
+        found += [row for _, row in read_raw(DataFile(str(path)), FileTally())]
+    assert int(caught.value.where.rsplit(":", 1)[1]) > 200
+    assert len(read(put(tmp_path / "b.csv", "text\n" + "x" * 90 + "\n" + ("y" * 90 + "\n") * 100))) == 101
+
+
 # --- tables ---
 
 

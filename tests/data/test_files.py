@@ -288,7 +288,7 @@ def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.server_close()
 
 
-def test_a_web_server(web: str) -> None:
+def test_a_web_server(web: str, tmp_path: Path) -> None:
     assert rows_at(f"{web}/a.jsonl") == ROWS
     assert rows_at(f"{web}/b.jsonl.gz") == ROWS
     assert rows_at(f"{web}/a.jsonl?download=true#3") == ROWS
@@ -299,6 +299,14 @@ def test_a_web_server(web: str) -> None:
     for _ in range(7):
         next(rows)
     assert [parse_raw(raw) for _, raw in RowStream(file, FileTally(), stream.position)] == ROWS[7:]
+    big = [{"text": "x" * 100_000, "n": i} for i in range(100)]
+    put(tmp_path / "www/data/big.jsonl", b"".join(json.dumps(row).encode() + b"\n" for row in big))
+    assert rows_at(f"{web}/big.jsonl") == big
+    assert len(split_file(parse_source(f"{web}/big.jsonl").files[0], 1000)) == 1
+    assert len(parse_source(f"{web}/*.jsonl").files) == 3
+    put(tmp_path / "www/data/t.parquet", b"PAR1" + bytes(12_000_000) + b"PAR1")
+    with pytest.raises(DataError, match="whole files only"):
+        rows_at(f"{web}/t.parquet")
     with pytest.raises(DataError, match="web page"):
         rows_at(f"{web}/page.jsonl")
     with pytest.raises(DataError, match="no file or folder"):

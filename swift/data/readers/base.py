@@ -72,7 +72,7 @@ class Text:
 
     Attributes:
         stream: the unpacked bytes, behind any byte-order mark and behind the position.
-        offset, line: of the next line; the readers keep them.
+        offset, line: of the next line; the readers keep them. row_offset: of the row that is being read, kept by csv.
         plain: whether offsets are those of the file on the disk: it is neither packed nor converted.
     """
 
@@ -96,7 +96,7 @@ class Text:
         head = self.stream.peek(512)[:512]  # type: ignore[attr-defined]
         mark, encoding = next(((m, name) for m, name in _BOMS if head.startswith(m)), (b"", "utf-8"))
         self.plain = self.codec is None and encoding == "utf-8"
-        self.offset = self.line = 0
+        self.offset = self.line = self.row_offset = 0
         refuse_wrong_content(head, self.file)
         if encoding != "utf-8":
             self.tally.notes.append(f"{self.file.name}: read as {encoding.upper()}, as its byte-order mark says")

@@ -20,6 +20,7 @@ from swift.data.rows import RowProblem, excerpt
 
 _BOM = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n"
+_CSV_ROW_BYTES = 256 << 20  # a quote that isn't closed would otherwise take the whole file into memory
 
 
 def read_jsonl(file: DataFile, tally: FileTally, cursor: Cursor) -> Iterator[RawRow]:
@@ -156,6 +157,7 @@ def read_csv(file: DataFile, tally: FileTally, cursor: Cursor) -> Iterator[RawRo
         reader = csv.reader(lines, delimiter=delimiter, strict=True)
         while True:
             start = text.line + 1
+            text.row_offset = text.offset
             try:
                 cells = next(reader)
             except StopIteration:
@@ -186,6 +188,12 @@ def _wrong_width(cells: list[str], header: list[str], delimiter: str) -> RowProb
 
 def _decoded_lines(text: Text) -> Iterator[str]:
     for raw in text.lines():
+        if text.offset - text.row_offset > _CSV_ROW_BYTES:
+            raise DataError(
+                f"a csv row that ends at this line or behind it is longer than {_CSV_ROW_BYTES >> 20} MiB",
+                where=f"{text.file.name}:{text.line}",
+                fix="a quote may not be closed; if the row is meant, write it as jsonl",
+            )
         try:
             line = decode_utf8(raw)
             if "\x00" in line:

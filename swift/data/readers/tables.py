@@ -59,7 +59,7 @@ def open_parquet(file: DataFile) -> Iterator[Any]:
     """The file as a `pyarrow.parquet.ParquetFile` that reads page by page."""
     import pyarrow.parquet as pq
 
-    with _table_errors(file), open_packed(file.location) as stream:
+    with _table_errors(file), open_packed(file.location, anywhere=True) as stream:
         # pre_buffer would hold the columns of a whole row group
         yield pq.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20)
 
@@ -130,7 +130,7 @@ def count_arrow(file: DataFile) -> int:
 def _arrow_batches(file: DataFile, tally: FileTally) -> Iterator[Any]:
     import pyarrow as pa
 
-    with _table_errors(file), open_packed(file.location) as stream:
+    with _table_errors(file), open_packed(file.location, anywhere=True) as stream:
         is_file = stream.peek(8)[:6] == b"ARROW1"
         if is_url(file.location):
             if is_file:
