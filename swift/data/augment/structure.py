@@ -221,6 +221,8 @@ class Contraction(Transform):
     def _places(self, text: str, way: str) -> list[tuple[int, int, str]]:
         """(start, end, new text) of every place that can be changed that way; they don't overlap."""
         mark = "’" if "’" in text and "'" not in text else "'"
+        if way == "expand" and "'" not in text and "’" not in text:
+            return []
         kept = kept_spans(text, self.kinds)
         negations, rules = (_NOT, _LONG) if way == "contract" else (_N_T, _SHORT)
         edits = [(*m.span(), new) for m in negations.finditer(text) if (new := _NEGATIONS[way](m, mark))]

@@ -35,6 +35,17 @@ _PROTECTED = {
     "number": r"(?a:[+-]?[$€£]?[A-Za-z]{0,12}[-.]?\d[\w.,:/+-]{0,60}(?<![.,:/+-])|\d)[%°€£]?",
 }
 PROTECTABLE = tuple(_PROTECTED)
+# a text without any of these has no span of the kind, and needn't be searched for one
+_SIGNS = {
+    "code": ("`", "~~~"),
+    "latex": ("\\", "$"),
+    "placeholder": ("{", "%"),
+    "special": ("<", "["),
+    "url": ("://", "www.", "@"),
+    "number": tuple("0123456789"),
+}
+_ASCII_LETTER = re.compile("[A-Za-z]")
+_ASCII_WORD = r"[A-Za-z0-9]+(?:['-][A-Za-z0-9]+)*"  # what `_word` is on ASCII, several times as fast
 
 # scripts written without spaces: each character, with its marks, counts as a word
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
@@ -69,15 +80,20 @@ def _word() -> str:
 
 
 @cache
-def _scanner(protect: tuple[str, ...]) -> re.Pattern[str]:
-    kept = "|".join(_PROTECTED[kind] for kind in PROTECTABLE if kind in protect)
-    return re.compile(f"(?P<kept>{kept or '(?!)'})|(?P<word>{_word()})", re.MULTILINE)
+def _scanner(protect: tuple[str, ...], ascii_only: bool) -> re.Pattern[str]:
+    kept = "|".join(_PROTECTED[kind] for kind in protect)
+    word = _ASCII_WORD if ascii_only else _word()
+    return re.compile(f"(?P<kept>{kept or '(?!)'})|(?P<word>{word})", re.MULTILINE)
+
+
+def _present(text: str, protect: tuple[str, ...]) -> tuple[str, ...]:
+    """The kinds that the text may have spans of, in the order of `PROTECTABLE`."""
+    return tuple(kind for kind in PROTECTABLE if kind in protect and any(sign in text for sign in _SIGNS[kind]))
 
 
 @cache
 def _keeper(protect: tuple[str, ...]) -> re.Pattern[str]:
-    kept = "|".join(_PROTECTED[kind] for kind in PROTECTABLE if kind in protect)
-    return re.compile(kept or "(?!)", re.MULTILINE)
+    return re.compile("|".join(_PROTECTED[kind] for kind in protect), re.MULTILINE)
 
 
 def kept_spans(text: str, protect: tuple[str, ...]) -> list[tuple[int, int]]:
@@ -87,7 +103,8 @@ def kept_spans(text: str, protect: tuple[str, ...]) -> list[tuple[int, int]]:
         text: any.
         protect: kinds, of `PROTECTABLE`.
     """
-    return [match.span() for match in _keeper(protect).finditer(text) if match.group()]
+    present = _present(text, protect)
+    return [match.span() for match in _keeper(present).finditer(text) if match.group()] if present else []
 
 
 def kept_texts(text: str, protect: tuple[str, ...]) -> list[str]:
@@ -113,7 +130,7 @@ class Words:
         parts: list[str] = []
         free: list[int] = []
         end = 0
-        for match in _scanner(protect).finditer(text):
+        for match in _scanner(_present(text, protect), text.isascii()).finditer(text):
             if match.end() == match.start():
                 continue
             parts.append(text[end : match.start()])
@@ -154,7 +171,9 @@ def is_unspaced(word: str) -> bool:
 
 def is_latin(text: str) -> bool:
     """Whether at least half of the letters are Latin ones; false without letters."""
-    sample = text[:4000]
+    sample = text[:2000]
+    if sample.isascii():
+        return bool(_ASCII_LETTER.search(sample))
     letters = [c for c in sample if c.isalpha()]
     latin = sum(c < "\u0250" or "\u1e00" <= c < "\u1f00" for c in letters)
     return bool(letters) and 2 * latin >= len(letters)

@@ -67,6 +67,17 @@ def test_what_is_protected_is_no_free_word():
     assert "X" in list(Words.of("Read {{X}}", protect=()).values)
 
 
+def test_shortcuts_for_plain_texts_change_nothing():
+    """An ASCII text is cut as the same text with one more letter that forces the general way."""
+    draw = random.Random(8)
+    pieces = [*(piece for piece in PIECES if piece.isascii()), "don't", "a-b", "x_y", "v2", "see ", "`a`", "$x$ "]
+    for _ in range(800):
+        text = "".join(draw.choice(pieces) for _ in range(draw.randrange(20)))
+        fast, general = Words.of(text), Words.of("Ä\n" + text)
+        assert general.parts == ["", "Ä", "\n" + fast.parts[0], *fast.parts[1:]]
+        assert general.free == [1, *(place + 2 for place in fast.free)]
+
+
 def test_sentences():
     text = "  Hi there. Dr. Smith (aged 3.5) came late. He saw `a. b` e.g. once! 你好。再见！Ok?  "
     found, gaps = sentences(text)
