@@ -20,6 +20,19 @@ TRAINING = {
     "tools": "sft",
     "pretrain": "pt",
 }
+RECIPES = {  # rows that are left of their data, and what each operator drops
+    "clean_pretraining": (
+        5,
+        {
+            "url_blocklist": {"url_word": 1},
+            "language": {"language": 1, "low_score": 2},
+            "gopher_quality": {"words": 1},
+            "exact_dedup": {"duplicate": 1},
+            "near_dedup": {"near_duplicate": 1},
+        },
+    ),
+    "clean_chat": (11, {"chat_checks": {"role_order": 1, "empty_turn": 1}, "exact_dedup": {"duplicate": 1}}),
+}
 # the fixture's ChatML template knows no tools
 EXTRA_FLAGS = {"tools": ["--template", str(ROOT / "tests/assets/templates/qwen2_5.jinja")]}
 
@@ -32,7 +45,7 @@ def in_repository(monkeypatch):
 
 def test_every_example_is_run_by_a_test_and_listed():
     files = {path.stem for path in EXAMPLES.glob("*.yaml")}
-    assert files == {*TRAINING, "infer"}
+    assert files == {*TRAINING, *RECIPES, "infer"}
     listing = (EXAMPLES / "README.md").read_text()
     assert all(f"`{name}.yaml`" in listing for name in files)
 
@@ -64,6 +77,18 @@ def test_inference_example(in_repository, tiny_model_dir: Path, tmp_path: Path, 
     lines = [json.loads(line) for line in answers.read_text().splitlines()]
     assert len(lines) == len(questions)
     assert all(line["status"] == "ok" for line in lines)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_example(name, in_repository, tmp_path: Path, capsys):
+    file = EXAMPLES / f"{name}.yaml"
+    assert f"swift data run examples/{name}.yaml" in file.read_text()
+    words = ["data", "run", str(file), "--output", str(tmp_path / "out"), "--num_proc", "1"]
+    assert cli.main(words) == 0, capsys.readouterr().err
+    rows, dropped = RECIPES[name]
+    assert json.loads((tmp_path / "out/_manifest.json").read_text())["rows"] == rows
+    entries = json.loads((tmp_path / "out/_ledger.json").read_text())["operators"]
+    assert {e["label"]: e["tally"]["dropped"] for e in entries if e["tally"]["dropped"]} == dropped
 
 
 def flat(values: dict) -> dict:
