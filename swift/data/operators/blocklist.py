@@ -104,7 +104,7 @@ class UrlBlocklist(MapOperator):
 def host_of(address: str) -> str:
     """The host of a URL or of a bare domain, in lower case and ASCII; empty when there is none.
 
-    >>> host_of("https://user@WWW.Example.com:8080/a?b"), host_of("example.com/x"), host_of("rows.jsonl:3")
+    >>> host_of("https://user@WWW.Example.com:8080/a?b"), host_of("example.com/x"), host_of("a word")
     ('www.example.com', 'example.com', '')
     """
     rest = address.strip()

@@ -225,7 +225,7 @@ def find_cards(text: str) -> Iterator[Span]:
         digits = re.sub("[^0-9]", "", match.group())
         known = any(issuer.match(digits) and len(digits) in lengths for issuer, lengths in _ISSUERS)
         free = _stands_free(text[max(0, match.start() - 1) : match.start()], "_.-+")
-        if free and known and len(set(digits[1:])) > 1 and luhn(digits):
+        if free and known and len(set(digits)) > 1 and luhn(digits):
             yield match.span()
 
 
