@@ -111,6 +111,7 @@ class TokenMaker:
         kept: list[Document] = []
         for document in documents:
             shard.tally.read += 1
+            shard.tally.characters_in += sum(map(len, document.texts))
             try:
                 rows.append(row_of(document))
                 kept.append(document)
@@ -122,6 +123,7 @@ class TokenMaker:
                 shard.tally.drop(document, outcome.reason, outcome.message)
                 continue
             shard.tally.kept += 1
+            shard.tally.characters_out += sum(map(len, document.texts))
             shard.rows += 1
             pieces: list[Encoded] = outcome
             shard.tally.observe("tokens", sum(len(piece.input_ids) for piece in pieces))
