@@ -11,6 +11,7 @@ from pathlib import Path
 
 from swift.commands.config import ConvertOptions, SchemaOptions
 from swift.commands.data import CheckHelp, PreviewHelp
+from swift.commands.data_run import OperatorsFlags, ReportFlags, RunFlags
 from swift.commands.doctor import DoctorOptions
 from swift.commands.quickstart import QuickstartOptions
 from swift.config import InferConfig, MergeLoraConfig, PtConfig, SftConfig
@@ -48,6 +49,9 @@ _OTHERS: dict[str, type] = {
     "merge-lora": MergeLoraConfig,
     "data check": CheckHelp,
     "data preview": PreviewHelp,
+    "data run": RunFlags,
+    "data report": ReportFlags,
+    "data operators": OperatorsFlags,
     "config schema": SchemaOptions,
     "config convert": ConvertOptions,
     "doctor": DoctorOptions,
