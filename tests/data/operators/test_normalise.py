@@ -1,4 +1,4 @@
-"""Normal form, mending, line ends and invisible characters; and that the shortcuts never skip a text that needs a step."""
+"""Normal form, mending, line ends, invisible characters; and that the shortcuts never skip a text that needs a step."""
 
 from __future__ import annotations
 

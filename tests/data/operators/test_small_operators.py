@@ -11,7 +11,7 @@ from swift.core.errors import UsageError
 from swift.data.engine.document import Document, document_from
 from swift.data.engine.operator import OPERATORS, Context
 from swift.data.engine.tally import Tally
-from swift.data.operators import filter, sample  # noqa: A004, F401
+from swift.data.operators import filter, sample  # noqa: F401
 from swift.data.operators.blocklist import host_of
 
 
