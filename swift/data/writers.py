@@ -22,7 +22,7 @@ from swift.core.files import disk_errors, fsync_dir
 
 FORMATS = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet")
 _BUFFER_BYTES = 1 << 20
-_GROUP_BYTES = 32 << 20  # of records in a row group of parquet, measured as JSON
+_GROUP_BYTES = 16 << 20  # of records in a row group of parquet, measured as JSON
 _GROUP_ROWS = 10_000
 
 

@@ -62,13 +62,15 @@ class ToyLength(MapOperator):
 @OPERATORS.register("toy_slow")
 @dataclass
 class ToySlow(MapOperator):
-    """Write a line into a log for each batch, and take a while."""
+    """Write a line into a log (a folder named by TOY_LOG) for each batch, and take a while.
 
-    log: str = setting("", help="a folder, since a file that is named in a recipe belongs to its input")
+    The folder is no setting: what a recipe names belongs to its input, and this one changes.
+    """
+
     seconds: float = setting(0.0, help="for each batch")
 
     def run(self, batch, tally):
-        with (Path(self.log) / str(os.getpid())).open("a") as file:
+        with (Path(os.environ["TOY_LOG"]) / str(os.getpid())).open("a") as file:
             file.write(f"{batch[0].id}\n")
         time.sleep(self.seconds)
         return batch
@@ -96,17 +98,17 @@ class ToyFail(MapOperator):
 @OPERATORS.register("toy_dedup")
 @dataclass
 class ToyDedup(GlobalOperator):
-    """Drop texts that came before."""
+    """Drop texts that came before; TOY_LOG names a folder that is told of each task."""
 
-    log: str = setting("", help="a file that gets a line for each task")
+    unused: str = setting("", help="nothing")
     needed: str = field(default="", metadata={"help": "unused"})
 
     def phases(self, num_shards):
         return [("hash", num_shards), ("merge", 1), ("drop", num_shards)]
 
     def run_phase(self, phase, index, work):
-        if self.log:
-            with Path(self.log).open("a") as file:
+        if "TOY_LOG" in os.environ:
+            with (Path(os.environ["TOY_LOG"]) / "tasks").open("a") as file:
                 file.write(f"{phase} {index}\n")
         if phase == "hash":
             texts = [[d.text, d.id] for batch in work.documents(index) for d in batch]

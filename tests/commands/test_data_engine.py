@@ -83,7 +83,7 @@ def test_operators_are_listed_with_their_settings(capsys):
     assert "mode upper|title  [upper]" in shown and "which capitals" in shown and "More about it." in shown
     assert cli.main(["data", "operators", "toy_dedup", "--json"]) == 0
     described = json.loads(capsys.readouterr().out)["toy_dedup"]
-    assert described["kind"] == "global" and described["settings"]["log"]["default"] == ""
+    assert described["kind"] == "global" and described["settings"]["unused"]["default"] == ""
 
 
 def test_from_python(recipe, tmp_path):

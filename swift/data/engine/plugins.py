@@ -5,7 +5,6 @@ Importing a module is enough: its operators register themselves in `OPERATORS`. 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -47,9 +46,7 @@ BUILTIN_MODULES = (
 def load_builtin() -> None:
     """Register the operators that come with the program."""
     for name in BUILTIN_MODULES:
-        module = f"swift.data.operators.{name}"
-        with contextlib.suppress(ImportError):  # DEV
-            importlib.import_module(module)
+        importlib.import_module(f"swift.data.operators.{name}")
 
 
 def load_plugin(name: str, folder: Path) -> None:

@@ -194,6 +194,8 @@ class LocalPool:
         except (EOFError, ConnectionResetError):
             self._processes.remove(item)
             item.process.join(5)
+            if item.process.exitcode == 128 + signal.SIGTERM:  # a scheduler's request reaches all processes at once
+                raise Stopped(signal.SIGTERM) from None
             raise _death(item.process.exitcode, call) from None
         item.call = None
         if kind == "done":

@@ -84,12 +84,15 @@ class Ranks:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock: int | None = None
+        self._began = self._joined = 0.0
 
     def __enter__(self) -> Ranks:
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         self._take()
+        self._joined = time.monotonic()
         self._beat()
+        self._began = self._heart(self.rank).stat().st_mtime
         self._thread = threading.Thread(target=self._beating, daemon=True)
         self._thread.start()
         return self
@@ -105,9 +108,31 @@ class Ranks:
             os.close(self._lock)
             self._lock = None
 
+    def tell_finished(self) -> None:
+        """Nothing of the work folder is needed by this rank any more."""
+        with disk_errors(self.folder):
+            self._finish(self.rank).touch()
+
+    def wait_until_finished(self, check: Callable[[], None]) -> None:
+        """Wait until no other rank needs the work folder any more; one that has gone doesn't."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+
+        def missing() -> list[int]:
+            return [rank for rank in others if not self._finish(rank).exists()]
+
+        try:
+            self.wait_for(missing, "the end of the run", check)
+        except SwiftError as error:
+            get_logger().warning("the output is complete, though %s", error.message)
+
     def mine(self, index: int) -> bool:
         """Whether a task is this rank's."""
         return index % self.size == self.rank
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since this process joined."""
+        return time.monotonic() - self._joined
 
     def wait_for(self, missing: Callable[[], list[int]], what: str, check: Callable[[], None]) -> None:
         """Wait until nothing is missing.
@@ -134,10 +159,7 @@ class Ranks:
 
     def _refuse_gone(self, rank: int, waited_s: float, what: str) -> None:
         fix = f"start it again (--rank {rank} --world_size {self.size}), and this one: tasks that are done stay done"
-        try:
-            failed = json.loads(self._failure(rank).read_text())
-        except (OSError, ValueError):
-            failed = None
+        failed = self._failed(rank)
         if failed is not None and rank != self.rank:
             raise SwiftError(f"rank {rank} on {failed['host']} failed: {failed['message']}", where=what, fix=fix)
         age = self._age(rank)
@@ -145,6 +167,14 @@ class Ranks:
             raise SwiftError(f"rank {rank} of {self.size} has not come within {waited_s:.0f} s", where=what, fix=fix)
         if age is not None and min(age, waited_s) > self.timeout_s:
             raise SwiftError(f"rank {rank} of {self.size} shows no sign of life for {age:.0f} s", where=what, fix=fix)
+
+    def _failed(self, rank: int) -> dict[str, str] | None:
+        """What a rank has left when it failed, unless that was before this process began: it may have come again."""
+        path = self._failure(rank)
+        try:
+            return json.loads(path.read_text()) if path.stat().st_mtime >= self._began else None
+        except (OSError, ValueError):
+            return None
 
     def _age(self, rank: int) -> float | None:
         """Seconds since a rank's last beat; None if there was none."""
@@ -156,7 +186,8 @@ class Ranks:
     def _take(self) -> None:
         """Hold this rank's lock, which the system gives free when the process ends; file systems without locks do
         without one."""
-        self._failure(self.rank).unlink(missing_ok=True)
+        for path in (self._failure(self.rank), self._finish(self.rank)):
+            path.unlink(missing_ok=True)
         with disk_errors(self.folder):
             self._lock = os.open(self.folder / f"{self.rank}.lock", os.O_RDWR | os.O_CREAT, 0o644)
         if fcntl is None:
@@ -191,6 +222,9 @@ class Ranks:
 
     def _heart(self, rank: int) -> Path:
         return self.folder / f"{rank}.beat"
+
+    def _finish(self, rank: int) -> Path:
+        return self.folder / f"{rank}.finished"
 
     def _failure(self, rank: int) -> Path:
         return self.folder / f"{rank}.failed"

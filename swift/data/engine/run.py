@@ -30,6 +30,7 @@ from swift.data.engine.stages import Stage, plan_stages
 from swift.data.engine.task import READ, Job, Pieces, done_marker
 
 RANK_TIMEOUT_S = 600.0
+_SAME_PLAN_S = 60.0  # in which rank 0, which may start later, has to replace an older plan
 
 
 @dataclass
@@ -126,7 +127,13 @@ class _Run:
         shards = list_shards(self.recipe)
         self.job = Job(self.recipe, shards, self.output / summary.WORK)
         self.stages = plan_stages(self.recipe, shards)
-        if self.options.restart and self.rank == 0:
+        if self.options.restart and self.size > 1:
+            raise UsageError(
+                "--restart would remove what other ranks have begun",
+                where="--restart",
+                fix="remove the output folder, then start the ranks without --restart",
+            )
+        if self.options.restart:
             summary.remove_output(self.output)
         complete = self._complete()
         if complete is not None:
@@ -140,8 +147,10 @@ class _Run:
             finally:
                 executor.close()
             if self.rank > 0:
+                ranks.tell_finished()
                 return self._wait_for_manifest(ranks)
             manifest = self._finish(markers)
+            ranks.wait_until_finished(self.stop.check)
         if not self.recipe.keep_work:
             shutil.rmtree(self.job.work, ignore_errors=True)
         self.progress.line(f"done: {manifest['rows']} rows in {duration(time.monotonic() - start)} -> {self.output}")
@@ -204,11 +213,18 @@ class _Run:
             "files": {shard.file.location: shard.stamp for shard in self.job.shards},
         }
         if self.rank > 0:
-            ranks.wait_for(
-                lambda: [] if _read(path).get("fingerprint") == plan["fingerprint"] else [0],
-                "the plan",
-                self.stop.check,
-            )
+
+            def differs() -> list[int]:
+                theirs = _read(path).get("fingerprint")
+                if theirs not in (None, plan["fingerprint"]) and ranks.age_s > _SAME_PLAN_S:
+                    raise UsageError(
+                        "rank 0 runs another recipe, sees other input, or has another version of the program",
+                        where=str(self.output),
+                        fix="give all ranks the same recipe and flags",
+                    )
+                return [] if theirs == plan["fingerprint"] else [0]
+
+            ranks.wait_for(differs, "the plan", self.stop.check)
             return
         old = _read(path)
         if old:
@@ -338,6 +354,7 @@ class _Run:
         write_report(self.output, ledger, manifest)
         as_json = orjson.dumps(manifest, option=orjson.OPT_INDENT_2, default=str)
         write_atomic(self.output / summary.MANIFEST, as_json)
+        (self.job.work / "finish").unlink(missing_ok=True)
         return orjson.loads(as_json)
 
     def _wait_for_manifest(self, ranks: Ranks) -> RunResult:

@@ -135,7 +135,7 @@ def input_fingerprint(recipe: Recipe, shards: list[Shard]) -> str:
 
 
 def _step_key(step: Step) -> list[Any]:
-    """Name, settings and code of an operator, and stamps of the files that its settings name."""
+    """Name, settings and code of an operator, and stamps of the files and folders that its settings name."""
     return [step.label, step.settings, version_of(step.name), sorted(_named_files(step.settings))]
 
 
@@ -149,8 +149,12 @@ def _named_files(value: Any) -> Iterator[list[str]]:
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from _named_files(item)
-    elif isinstance(value, str) and value and len(value) < 1000 and "\n" not in value and Path(value).is_file():
-        yield [value, stamp_of(value)]
+    elif isinstance(value, str) and value and len(value) < 1000 and "\n" not in value:
+        path = Path(value)
+        if path.is_dir():
+            yield from ([str(item), stamp_of(str(item))] for item in sorted(path.iterdir()) if item.is_file())
+        elif path.is_file():
+            yield [value, stamp_of(value)]
 
 
 def _hash(*values: Any) -> str:

@@ -64,8 +64,11 @@ def remove_output(output: Path) -> None:
     with disk_errors(output):
         for name in [MANIFEST, *(file["name"] for file in manifest["files"]), LEDGER, REPORT, DROPPED]:
             (output / name).unlink(missing_ok=True)
-        for name in _planned(output / WORK):
-            (output / name).unlink(missing_ok=True)
+        foreign = _foreign(output / WORK)
+        if foreign is not None:  # killed while it published: what wasn't there before is the run's
+            for path in _visible_files(output):
+                if str(path.relative_to(output)) not in foreign:
+                    path.unlink()
         shutil.rmtree(output / WORK, ignore_errors=True)
 
 
@@ -148,13 +151,14 @@ def publish(job: Job, output: Path, final: str, markers: list[dict[str, Any]], m
     manifest["rows"] = sum(marker["facts"].get("rows", 0) for marker in markers)
     manifest["files"] = files
     manifest["sha256"] = hashlib.sha256(orjson.dumps([[f["name"], f["sha256"]] for f in files])).hexdigest()
-    old = read_manifest_or_none(output) or {"files": []}
-    stale = {file["name"] for file in old["files"]} | set(_planned(job.work))
+    old = {file["name"] for file in (read_manifest_or_none(output) or {"files": []})["files"]}
     with disk_errors(output):
-        write_atomic(job.work / "finish", json.dumps(list(sources)))
+        foreign = _foreign(job.work)
+        if foreign is None:
+            there = {str(path.relative_to(output)) for path in _visible_files(output)}
+            foreign = there - old - set(sources) - {MANIFEST, LEDGER, REPORT, DROPPED}
+            write_atomic(job.work / "finish", json.dumps(sorted(foreign)))
         (output / MANIFEST).unlink(missing_ok=True)
-        for name in stale - set(sources):
-            (output / name).unlink(missing_ok=True)
         for name, source in sources.items():
             target = output / name
             if source.exists():
@@ -162,21 +166,33 @@ def publish(job: Job, output: Path, final: str, markers: list[dict[str, Any]], m
                 source.replace(target)
             elif not target.exists():
                 raise SwiftError(f"the file {name} of the work folder is gone", where=str(source), fix="--restart")
+        for path in _visible_files(output):  # of an earlier result, or of a sink's earlier attempt
+            if str(path.relative_to(output)) not in foreign | set(sources):
+                path.unlink()
         fsync_dir(output)
-    facts = [marker["facts"] for marker in markers]
-    before = {path for path in output.rglob("*") if path.is_file() and WORK not in path.parts}
-    manifest["sink"] = make_sink(job.recipe).finish(output, facts)
-    for path in sorted(output.rglob("*")):  # what the sink has added belongs to the output as well
+    manifest["sink"] = make_sink(job.recipe).finish(output, [marker["facts"] for marker in markers])
+    for path in _visible_files(output):  # what the sink has added belongs to the output as well
         name = str(path.relative_to(output))
-        if path.is_file() and path not in before and not name.startswith(WORK):
+        if name not in foreign | set(sources):
             files.append({"name": name, "bytes": path.stat().st_size, "sha256": _sha256(path)})
 
 
-def _planned(work: Path) -> list[str]:
+def _foreign(work: Path) -> set[str] | None:
+    """Files that were in the output folder before this run published anything; None if it hasn't begun to."""
     try:
-        return list(json.loads((work / "finish").read_text()))
+        return set(json.loads((work / "finish").read_text()))
     except (OSError, ValueError):
-        return []
+        return None
+
+
+def _visible_files(output: Path) -> list[Path]:
+    """The files below the output folder, without hidden ones and the work folder."""
+    found = []
+    for path in sorted(output.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(output).parts)
+        if path.is_file() and not hidden:
+            found.append(path)
+    return found
 
 
 def _rest(file: dict[str, Any]) -> dict[str, Any]:

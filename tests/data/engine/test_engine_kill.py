@@ -40,21 +40,22 @@ def wait_for(condition, process: subprocess.Popen, seconds: float = 60) -> None:
 
 def tasks_in(log: Path) -> Counter[str]:
     """How often each file was gone through, told by the first row of its first batch."""
-    lines = [line for path in log.iterdir() for line in path.read_text().splitlines()]
+    lines = [line for path in log.glob("[0-9]*") for line in path.read_text().splitlines()]
     return Counter(line.rpartition("/")[2] for line in lines if line.endswith(":1"))
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Path:
+def log(tmp_path: Path, monkeypatch) -> Path:
     """The folder in which toy_slow tells what it does."""
     folder = tmp_path / "log"
     folder.mkdir()
+    monkeypatch.setenv("TOY_LOG", str(folder))
     return folder
 
 
 @pytest.mark.parametrize("num_proc", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_kill_9_in_the_middle_loses_only_what_was_running(run, recipe_of, tmp_path, log, num_proc):
-    steps = [{"toy_slow": {"log": str(log), "seconds": 0.3}}, "toy_length", "toy_dedup"]
+    steps = [{"toy_slow": {"seconds": 0.3}}, "toy_length", "toy_dedup"]
     recipe = recipe_of(steps, executor={"num_proc": num_proc})
     process = start(recipe, tmp_path / "r.json")
     done = tmp_path / "out/.work/00-read"
@@ -69,13 +70,13 @@ def test_kill_9_in_the_middle_loses_only_what_was_running(run, recipe_of, tmp_pa
     assert result.tasks_done_before >= len(finished)
     repeated = {name for name, count in (tasks_in(log) - before).items() if count}
     assert not repeated & {f"s{int(stem)}.jsonl:1" for stem in finished}
-    steps[0] = {"toy_slow": {"log": str(log)}}
+    steps[0] = {"toy_slow": {}}
     whole = run(recipe_of(steps, folder="whole"))
     assert files_of(result.output) == files_of(whole.output)
 
 
 def pids_in(log: Path) -> set[int]:
-    return {int(path.name) for path in log.iterdir()}
+    return {int(path.name) for path in log.glob("[0-9]*")}
 
 
 def wait_until_gone(pids: set[int]) -> None:
@@ -125,7 +126,7 @@ def test_kills_at_any_moment(run, recipe_of, tmp_path):
     ],
 )
 def test_a_request_to_stop_is_answered_with_the_way_on(recipe_of, run, tmp_path, log, number, code, num_proc):
-    steps = [{"toy_slow": {"log": str(log), "seconds": 0.3}}]
+    steps = [{"toy_slow": {"seconds": 0.3}}]
     recipe = recipe_of(steps, executor={"num_proc": num_proc})
     process = start(recipe, tmp_path / "r.json")
     wait_for(lambda: any(log.iterdir()), process)
@@ -141,7 +142,7 @@ def test_a_request_to_stop_is_answered_with_the_way_on(recipe_of, run, tmp_path,
 
 
 def test_two_ranks_share_the_work(recipe_of, run, tmp_path, log):
-    steps = [{"toy_slow": {"log": str(log)}}, "toy_length", "toy_dedup", "toy_upper"]
+    steps = [{"toy_slow": {}}, "toy_length", "toy_dedup", "toy_upper"]
     recipe = recipe_of(steps, output={"shard_bytes": "10KB"})
     processes = [start(recipe, tmp_path / "r.json", "--rank", str(rank), "--world_size", "2") for rank in (1, 0)]
     for process in processes:
@@ -171,7 +172,7 @@ def test_a_rank_that_fails_stops_the_others(recipe_of, run, tmp_path, rows_folde
 
 
 def test_a_second_run_into_the_same_folder_is_refused(recipe_of, run, tmp_path, log):
-    recipe = recipe_of([{"toy_slow": {"log": str(log), "seconds": 5}}])
+    recipe = recipe_of([{"toy_slow": {"seconds": 5}}])
     process = start(recipe, tmp_path / "r.json")
     wait_for(lambda: any(log.iterdir()), process)
     with pytest.raises(SwiftError) as caught:

@@ -229,9 +229,10 @@ def test_a_folder_with_other_files_is_not_touched(run, recipe_of, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
 
 
-def test_a_changed_operator_redoes_from_its_stage_on(run, recipe_of, tmp_path, rows_of):
-    log = tmp_path / "log"
-    steps = [{"toy_length": {"least": 5}}, {"toy_dedup": {"log": str(log)}}, {"toy_upper": {"suffix": "!"}}]
+def test_a_changed_operator_redoes_from_its_stage_on(run, recipe_of, tmp_path, rows_of, monkeypatch):
+    monkeypatch.setenv("TOY_LOG", str(tmp_path))
+    log = tmp_path / "tasks"
+    steps = [{"toy_length": {"least": 5}}, "toy_dedup", {"toy_upper": {"suffix": "!"}}]
     first = run(recipe_of(steps, keep_work=True))
     assert first.tasks_run == 13
     log.unlink()
@@ -246,6 +247,17 @@ def test_a_changed_operator_redoes_from_its_stage_on(run, recipe_of, tmp_path, r
     fresh = run(recipe_of(steps, folder="fresh"))
     assert files_of(third.output) == files_of(fresh.output)
     assert not (fresh.output / ".work").exists() and (third.output / ".work").exists()
+
+
+def test_a_changed_file_that_an_operator_names_counts_as_a_change(run, recipe_of, tmp_path):
+    (tmp_path / "list").mkdir()
+    for named in (tmp_path / "list" / "words.txt", tmp_path / "list"):
+        (tmp_path / "list" / "words.txt").write_text("one")
+        recipe = recipe_of(["toy_length", {"toy_dedup": {"unused": str(named)}}], keep_work=True)
+        run(recipe)
+        (tmp_path / "list" / "words.txt").write_text("one two")
+        again = run(recipe)
+        assert (again.tasks_run, again.tasks_done_before) == (9, 4)
 
 
 def test_a_plugin_whose_code_has_changed_is_run_again(run, recipe_of, tmp_path):
