@@ -63,7 +63,9 @@ def _token_hashes(text: np.ndarray) -> np.ndarray:
     start = 0
     while start < len(text):
         stop = min(start + _PIECE_BYTES, len(text))
-        while stop < len(text) and CLASSES[min(int(text[stop - 1]), 127)] != 0:  # up to a separator of one byte
+        while stop < len(text) and (
+            text[stop - 1] >= 0x80 or CLASSES[text[stop - 1]] != 0
+        ):  # up to a separator of one byte
             stop += 1
         piece = text[start:stop]
         found.append(tokenise_numpy(piece, np.array([0, len(piece)])).hashes)
