@@ -411,6 +411,10 @@ def test_faults_of_a_list_are_found_where_they_are(piece: int, tmp_path: Path, m
         with pytest.raises(DataError) as caught:
             read(path)
         assert message in caught.value.message and caught.value.where == f"{path}:{where}", broken
+    broken = "[" + ", ".join([good] * 50) + ", {'a': 1}]"  # columns are counted across what was forgotten
+    with pytest.raises(DataError, match=f"line 1, column {broken.index(chr(39)) + 1}"):
+        read(put(tmp_path / "a.json", broken))
+    assert "not an object: 1234567" in read(put(tmp_path / "a.json", f"[{good}, 1234567, {good}]"))[1][1]
     path = put(tmp_path / "a.json", f"[{good},\n{good},\n".encode() + b'{"a": "\xff"}]')
     with pytest.raises(DataError) as caught:
         read(path)

@@ -64,6 +64,8 @@ def test_bytes_depend_on_records_alone(kind: str, tmp_path: Path, monkeypatch: p
     one = write(tmp_path / f"a.{kind}", ROWS).read_bytes()
     assert write(tmp_path / "other" / f"another-name.{kind}", ROWS, step=7).read_bytes() == one
     assert write(tmp_path / f"a.{kind}", ROWS[:-1]).read_bytes() != one
+    if kind == "jsonl.gz":
+        assert one[3:8] == bytes(5), "neither a name nor a time in the header"
 
 
 def test_rows_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
