@@ -320,3 +320,17 @@ def test_a_plan_lists_stages_and_tasks(recipe_of, tmp_path):
     assert "toy_dedup: drop + toy_upper: 4 task(s)" in text
     assert "collect: as many tasks as output files" in text
     assert not (tmp_path / "out").exists()
+
+
+def test_a_result_that_is_not_there_in_full_is_made_again(run, recipe_of, tmp_path):
+    steps = ["toy_length", "toy_dedup", {"toy_fail": {"word": "document"}}]
+    with pytest.raises(SwiftError):
+        run(recipe_of(steps))
+    results = sorted((tmp_path / "out/.work/00-read").glob("*/results/documents.zst"))
+    assert len(results) == 4
+    results[1].write_bytes(results[1].read_bytes()[:-10])
+    results[2].unlink()
+    steps[2] = "toy_upper"
+    again = run(recipe_of(steps))
+    assert again.tasks_done_before == 2 + 4 + 1  # two shards read; the phases that don't depend on the failing operator
+    assert files_of(again.output) == files_of(run(recipe_of(steps, folder="fresh")).output)
