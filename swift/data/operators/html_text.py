@@ -27,14 +27,19 @@ _MARKUP = re.compile(
 class HtmlMainText(MapOperator):
     """Take the main text out of HTML: headings, paragraphs, lists, code and tables, without what is around them.
 
-    Works on every text of a document that has HTML tags; others stay as they are. A document of which no text is left
-    is dropped.
+    Works on every text of a document that has HTML tags; others stay as they are. Where the row keeps the page in a
+    column of its own, as rows of .html files do, the page is read there instead. A document of which no text is left is
+    dropped.
     """
 
     format: Literal["text", "markdown"] = setting("text", help="text: no marks; markdown: with its marks")
     backend: Literal["own", "trafilatura", "resiliparse"] = setting(
         "own",
         help="what decides: the own rule (fast); trafilatura (slow, thorough) or resiliparse, which must be installed",
+    )
+
+    column: str = setting(
+        "html", help="the column that holds the page, in rows that have one; taken out of the row then"
     )
 
     def check(self) -> None:
@@ -48,9 +53,9 @@ class HtmlMainText(MapOperator):
     def run(self, batch: list[Document], tally: Tally) -> list[Document]:
         kept = []
         for document in batch:
-            pages = [place for place, text in enumerate(document.texts) if "<" in text and _MARKUP.search(text)]
+            pages = self._pages(document)
             tally.count("html", "page" if pages else "no tags")
-            found = {place: self._extract(document.texts[place]) for place in pages}
+            found = {place: self._extract(page) for place, page in pages.items()}
             left = [found.get(place, text) for place, text in enumerate(document.texts)]
             if pages and not any(text.strip() for text in left):
                 tally.drop(document, "no_main_text")
@@ -60,6 +65,14 @@ class HtmlMainText(MapOperator):
                 document.texts[place] = text
             kept.append(document)
         return kept
+
+    def _pages(self, document: Document) -> dict[int, str]:
+        """The HTML that each text is to be taken from, by the text's place; takes the column out of the row."""
+        page = document.record.get(self.column)
+        if isinstance(page, str) and document.roles is None and document.paths != [(self.column,)]:
+            document.record = {name: value for name, value in document.record.items() if name != self.column}
+            return {0: page}
+        return {place: text for place, text in enumerate(document.texts) if "<" in text and _MARKUP.search(text)}
 
 
 def _backend(name: str, markdown: bool) -> Callable[[str], str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.config.fields import setting
 from swift.config.model import ModelConfig
-from swift.core.errors import UsageError
+from swift.core.errors import NumericsError, UsageError
 from swift.data.engine.document import Document
 from swift.data.engine.operator import OPERATORS, Context, MapOperator
 from swift.data.engine.tally import Tally
@@ -101,6 +101,11 @@ class Perplexity(MapOperator):
         for first in range(0, len(places), self.batch_size):
             chosen = places[first : first + self.batch_size]
             for place, loss in zip(chosen, self._losses([rows[place] for place in chosen])):
+                if math.isnan(loss):
+                    raise NumericsError(
+                        f"{self.model} gives NaN for a text that begins {texts[place][:60]!r}",
+                        fix="its weights are damaged, or too large for its number format: try device: cpu",
+                    )
                 results[place] = float(f"{math.exp(min(loss, 700.0)):.6g}")
         return results
 

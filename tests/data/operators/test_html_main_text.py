@@ -134,6 +134,18 @@ def test_the_operator_changes_pages_only() -> None:
     assert dict(tally.changes) == {"main_text": 2}
 
 
+def test_the_page_in_a_column_of_its_own() -> None:
+    """As the reader of .html files leaves it beside all visible text."""
+    operator = HtmlMainText()
+    operator.open(Context())
+    (document,) = operator.run([document_from({"text": "Home " + PLAIN, "title": "T", "html": PAGE}, "f:1")], Tally())
+    assert document.to_record() == {"text": PLAIN, "title": "T"}
+    column = HtmlMainText(column="page")
+    column.open(Context())
+    (document,) = column.run([document_from({"text": "x", "page": PAGE, "html": "h"}, "f:1")], Tally())
+    assert document.to_record() == {"text": PLAIN, "html": "h"}
+
+
 def test_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing package is named; one that is there is called (a stand-in with its interface)."""
     monkeypatch.setitem(sys.modules, "trafilatura", None)

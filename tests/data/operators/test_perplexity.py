@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swift.core.errors import SwiftError, UsageError
+from swift.core.errors import NumericsError, SwiftError, UsageError
 from swift.data.engine.document import document_from
 from swift.data.engine.operator import Context
 from swift.data.engine.tally import Tally
@@ -79,6 +79,16 @@ def test_bounds(tiny_model_dir: Path) -> None:
         kept = opened(tiny_model_dir, **settings).run(rows, tally)
         assert dict(tally.dropped) == {reason: 1}
         assert bound not in [document.meta.get("perplexity") for document in kept]
+
+
+def test_a_model_that_gives_nan_is_named(tiny_model_dir: Path) -> None:
+    import torch
+
+    operator = opened(tiny_model_dir)
+    with torch.no_grad():
+        operator._model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(NumericsError, match="tiny-llama"):
+        operator.run([document_from({"text": TEXTS[0]}, "f:1")], Tally())
 
 
 def test_a_missing_model_and_settings_that_cant_be_meant(tmp_path: Path) -> None:
