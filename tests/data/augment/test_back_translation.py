@@ -315,6 +315,12 @@ def test_apertium_gets_special_characters_escaped(apertium):
     assert through_apertium(text, "es", protect=[])[0] == text + "!eng-spa!spa-eng"
 
 
+def test_a_nul_in_a_text_does_not_end_a_record(apertium):
+    assert through_apertium("One\0two three of the. And this.", "es")[0] == (
+        "One two three of the.!eng-spa!spa-eng And this.!eng-spa!spa-eng"
+    )
+
+
 def test_apertium_gets_all_sentences_at_once(apertium):
     through_apertium("One house is here. Two of the cars. They stay.", "es")
     assert len(apertium.read_text().splitlines()) == 3
