@@ -133,12 +133,17 @@ class _Run:
                 where="--restart",
                 fix="remove the output folder, then start the ranks without --restart",
             )
+        self._claim_output()
         if self.options.restart:
+            if self.job.work.exists():
+                with Ranks(self.job.work, 0, 1, self.options.rank_timeout_s):
+                    pass  # refuses while another process is at work there
             summary.remove_output(self.output)
         complete = self._complete()
         if complete is not None:
             return complete
-        self._claim_output()
+        with disk_errors(self.output):
+            self.job.work.mkdir(parents=True, exist_ok=True)
         with Ranks(self.job.work, self.rank, self.size, self.options.rank_timeout_s) as ranks:
             self._agree(ranks)
             executor = self._executor()
@@ -193,7 +198,7 @@ class _Run:
         if self.output.exists() and not self.output.is_dir():
             raise UsageError("the output is a file, a folder is wanted", where=str(self.output))
         ours = (summary.WORK, summary.MANIFEST)
-        if self.output.exists() and not any((self.output / name).exists() for name in ours):
+        if self.output.is_dir() and not any((self.output / name).exists() for name in ours):
             other = next((path for path in self.output.iterdir() if not path.name.startswith(".")), None)
             if other is not None:
                 raise UsageError(
@@ -201,8 +206,6 @@ class _Run:
                     where=str(self.output),
                     fix="choose an empty or new folder",
                 )
-        with disk_errors(self.output):
-            self.job.work.mkdir(parents=True, exist_ok=True)
 
     def _agree(self, ranks: Ranks) -> None:
         """Rank 0 writes the plan down and the others compare theirs; an input that has changed since is refused."""

@@ -233,3 +233,36 @@ def test_a_long_line_goes_through(run, recipe_of, tmp_path, rows_of):
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": text}) + "\n" + '{"text": "short one"}\n')
     result = run({**recipe_of(["toy_length", "toy_dedup"]), "input": [str(tmp_path / "long.jsonl")]})
     assert [len(row["text"]) for row in rows_of(result.output)] == [20 << 20, 9]
+
+
+def test_what_a_killed_publication_has_left_goes_and_nothing_else(run, recipe_of, monkeypatch, tmp_path):
+    """Killed between the moves into the output folder and the manifest."""
+    from swift.data.engine import summary
+
+    with monkeypatch.context() as patch:
+        patch.setattr(summary, "_sha256", lambda path: 1 / 0)  # after the sink has added its file
+        with pytest.raises(ZeroDivisionError):
+            run(recipe_of(["toy_length", "toy_sink"]))
+    out = tmp_path / "out"
+    assert (out / "all.lengths").exists() and not (out / "_manifest.json").exists()
+    result = run(recipe_of(["toy_length", "toy_sink"]))
+    assert result.tasks_run == 0
+    assert [file["name"] for file in result.manifest["files"]][-1] == "all.lengths"
+    with monkeypatch.context() as patch:
+        patch.setattr(summary, "_sha256", lambda path: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(recipe_of(["toy_length", "toy_sink"]), restart=True)
+    (out / ".mine").write_text("x")
+    fresh = run(recipe_of(["toy_length"]), restart=True)
+    visible = {path.name for path in out.iterdir() if not path.name.startswith("_")}
+    assert visible == {".mine", *(file["name"] for file in fresh.manifest["files"])}
+
+
+def test_a_file_that_somebody_adds_is_left_alone(run, recipe_of, tmp_path):
+    run(recipe_of(["toy_length"], keep_work=True))
+    (tmp_path / "out/README").write_text("mine")
+    again = run(recipe_of([{"toy_length": {"least": 16}}], keep_work=True))
+    assert again.tasks_run == 4
+    run(recipe_of(["toy_length"]), restart=True)
+    assert (tmp_path / "out/README").read_text() == "mine"
+    assert "README" not in [file["name"] for file in again.manifest["files"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -175,9 +176,11 @@ def test_a_second_run_into_the_same_folder_is_refused(recipe_of, run, tmp_path, 
     recipe = recipe_of([{"toy_slow": {"seconds": 5}}])
     process = start(recipe, tmp_path / "r.json")
     wait_for(lambda: any(log.iterdir()), process)
-    with pytest.raises(SwiftError) as caught:
-        run(recipe)
-    assert f"another process ({process.pid} on" in caught.value.message
+    for restart in (False, True):
+        with pytest.raises(SwiftError) as caught:
+            run(recipe, restart=restart)
+        assert f"another process ({process.pid} on" in caught.value.message
+    assert (tmp_path / "out/.work").exists()
     process.kill()
     process.communicate()
 
@@ -190,3 +193,42 @@ def test_where_rank_and_size_come_from():
     for rank, size in ((None, "auto"), (1, None), (None, "2"), (2, "2"), (0, "many"), (-1, "2")):
         with pytest.raises(UsageError):
             rank_and_size(rank, size, {})
+
+
+def test_workers_end_at_once_with_a_parent_that_was_killed(recipe_of, tmp_path, log):
+    process = start(recipe_of([{"toy_slow": {"seconds": 120}}], executor={"num_proc": 2}), tmp_path / "r.json")
+    wait_for(lambda: len(pids_in(log)) == 2, process)
+    process.kill()
+    process.wait()
+    wait_until_gone(pids_in(log))
+
+
+def test_a_rank_with_another_recipe_is_refused(recipe_of, run, monkeypatch, tmp_path, log):
+    from swift.data.engine import run as module
+
+    monkeypatch.setattr(module, "_SAME_PLAN_S", 0.5)
+    process = start(recipe_of([{"toy_slow": {"seconds": 60}}]), tmp_path / "r.json", "--rank", "0", "--world_size", "2")
+    wait_for(lambda: any(log.iterdir()), process)
+    with pytest.raises(UsageError) as caught:
+        run(recipe_of(["toy_length"]), rank=1, world_size="2")
+    assert "rank 0 runs another recipe" in caught.value.message
+    process.kill()
+    process.wait()
+
+
+def test_ranks_do_not_restart(recipe_of, run):
+    with pytest.raises(UsageError) as caught:
+        run(recipe_of([]), rank=0, world_size="2", restart=True)
+    assert "remove the output folder" in caught.value.fix
+
+
+def test_an_old_failure_of_a_rank_is_forgotten(recipe_of, run, tmp_path, rows_folder):
+    """The rank that failed comes again after this one, which must not take the old failure for a new one."""
+    old = tmp_path / "out/.work/ranks/1.failed"
+    old.parent.mkdir(parents=True)
+    old.write_text('{"host": "h", "message": "old"}')
+    os.utime(old, (1e9, 1e9))
+    recipe = recipe_of(["toy_length"])
+    process = start(recipe, tmp_path / "r.json", "--rank", "1", "--world_size", "2")
+    assert run(recipe, rank=0, world_size="2").manifest["rows"] == 800
+    assert process.wait(60) == 0
