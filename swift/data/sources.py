@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swift.config.data import DataConfig, RowsConfig
-from swift.core.errors import DataError, SwiftError, UsageError, did_you_mean, nearest
+from swift.core.errors import DataError, NetworkError, SwiftError, UsageError, did_you_mean, nearest
 from swift.data.files import (
     COMPRESSIONS,
     DOCUMENT_FORMATS,
@@ -126,9 +126,19 @@ def parse_source(text: str, *, fetch: bool = True) -> Source:
             files = _files(location, subset, notes)
             return Source(text, tuple(files), count, notes=tuple(notes))
         hub_id = _bare_hub_id(path)
-    if hub_id is None:
-        raise _not_found(path)
-    return Source(text, tuple(fetch_dataset(hub_id, notes)) if fetch else (), count, notes=tuple(notes))
+        if hub_id is None:
+            raise _not_found(path)
+        notes.append(f"{path}: no such folder is here, so it is taken for the id {hub_id}")
+    if not fetch:
+        return Source(text, (), count)
+    try:
+        files = fetch_dataset(hub_id, notes)
+    except NetworkError as error:
+        if path.startswith(f"{hub_id.hub}::"):
+            raise
+        message = f"there is no file or folder {path!r}; as a data set on a hub: {error.message}"
+        raise NetworkError(message, where=error.where, fix=error.fix) from error
+    return Source(text, tuple(files), count, notes=tuple(notes))
 
 
 def _exists(text: str) -> bool:
@@ -144,7 +154,8 @@ def _bare_hub_id(path: str) -> HubId | None:
 
 
 def _split_count(text: str) -> tuple[str, int | None]:
-    if "#" not in text or _exists(text):
+    # what follows # in a web address isn't sent to the server, which would find the file for any number
+    if "#" not in text or (not text.startswith(("http://", "https://")) and _exists(text)):
         return text, None
     path, _, number = text.rpartition("#")
     if re.fullmatch(r"\d[\d_]*", number) and int(number) > 0:

@@ -292,6 +292,7 @@ def test_a_web_server(web: str, tmp_path: Path) -> None:
     assert rows_at(f"{web}/a.jsonl") == ROWS
     assert rows_at(f"{web}/b.jsonl.gz") == ROWS
     assert rows_at(f"{web}/a.jsonl?download=true#3") == ROWS
+    assert [parse_source(f"{web}/a.jsonl{end}").count for end in ("", "#3", "?x=1#3")] == [None, 3, 3]
     file = parse_source(f"{web}/a.jsonl").files[0]
     assert stamp_of(file.location) == stamp_of(file.location) and size_of(file.location) in (0, len(JSONL))
     stream = RowStream(file, FileTally())

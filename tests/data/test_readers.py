@@ -347,7 +347,7 @@ def test_shipped_rows(tree: Path, argument: str) -> None:
         ("gone/x.jsonl", DataError, "gone/x.jsonl", "check the path"),
         ("quite.jsonl", DataError, "quite.jsonl", "check the path"),
         ("subb", DataError, "'subb'", "did you mean sub?"),
-        ("tatsu/alpaca", NetworkError, "network is forbidden", "hf download"),
+        ("tatsu/alpaca", NetworkError, "no file or folder 'tatsu/alpaca'; as a data set on a hub", "hf download"),
         ("hf::tatsu/alpaca#5", NetworkError, "network is forbidden", "hf download"),
         ("self-cogniton", DataError, "self-cogniton", "did you mean self-cognition?"),
         ("notes.docx", DataError, "not a data file", "convert"),
