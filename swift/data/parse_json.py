@@ -39,8 +39,21 @@ def parse_line(raw: bytes) -> dict[str, Any]:
     colons = raw.count(b":")
     if colons != len(value) and colons != _count_colons(value):
         # a key is there twice; or a colon is written as an escape, and the slow parser finds nothing
-        json.loads(raw, object_pairs_hook=pairs_once, parse_constant=lambda _: None)
+        _loads_once(raw)
     return value
+
+
+def _loads_once(text: bytes | str) -> Any:
+    """The value by the slow parser, which refuses a key given twice.
+
+    Raises:
+        RowProblem: `duplicate_key`, or `not_json` for what is nested deeper than Python's stack.
+        json.JSONDecodeError: it isn't JSON.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=pairs_once, parse_constant=lambda _: None)
+    except RecursionError as error:
+        raise RowProblem("not_json", "the JSON is nested too deeply") from error
 
 
 def _count_colons(value: Any) -> int:
@@ -78,11 +91,9 @@ def _second_opinion(raw: bytes) -> Any:
     if "\x00" in text:
         raise nul_problem(text)
     try:
-        value = json.loads(text, object_pairs_hook=pairs_once, parse_constant=lambda _: None)
+        value = _loads_once(text)
     except json.JSONDecodeError as error:
         raise json_problem(text, error) from error
-    except RecursionError as error:
-        raise RowProblem("not_json", "the JSON is nested too deeply") from error
     refuse_lone_surrogates(value)
     return value
 

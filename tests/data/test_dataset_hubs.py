@@ -287,7 +287,10 @@ def test_download_then_offline_then_hub_down(hub: http.server.ThreadingHTTPServe
         assert found.startswith(train + " |")
         assert offline or "could not be reached" in found
         for line in (missing, never):
-            assert line.startswith("NetworkError hf::owner/") and "not (wholly) on this machine" in line
+            assert (
+                line.startswith("NetworkError there is no file or folder 'owner/")
+                and "not (wholly) on this machine" in line
+            )
 
 
 def test_modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

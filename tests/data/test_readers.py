@@ -182,6 +182,14 @@ BAD_LINES: dict[str, tuple[bytes, str, str, str]] = {
     "duplicate key": (b'{"query": "a", "query": "b"}', "duplicate_key", "'query'", ""),
     "duplicate key inside": (b'{"m": [{"role": "a", "role": "b"}]}', "duplicate_key", "'role'", ""),
     "half an emoji": (b'{"query": "\\ud83d"}', "bad_encoding", "half a character", ""),
+    "nested too deeply to look for keys": (
+        b'{"a": 1, "a": ' + b"[" * 1010 + b"]" * 1010 + b"}",
+        "not_json",
+        "deep",
+        "",
+    ),
+    "key with a colon twice": (b'{"a:b": "x:", "c": ":", "a:b": 1}', "duplicate_key", "'a:b'", ""),
+    "key twice with odd spaces": (b'{"a": 1, "a" \t: 2}', "duplicate_key", "'a'", ""),
     "nested too deeply": (b"[" * 100_000, "not_json", "", ""),
 }
 
