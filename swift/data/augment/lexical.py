@@ -30,6 +30,7 @@ class _SynonymTransform(WordTransform):
     language: str | None = setting(None, help="with a table of your own: its language; null: used on every text")
     senses: int = setting(1, help="how many of a word's most frequent senses may be meant")
     multiword: bool = setting(False, help="also synonyms of several words")
+    ambiguous: bool = setting(False, help="also words that mean something else in more than half of their uses")
 
     def check(self) -> None:
         super().check()
@@ -52,7 +53,7 @@ class _SynonymTransform(WordTransform):
             return []
         if word[0].isupper() and not word.isupper() and not words.starts_sentence(place):
             return []  # a name
-        found = self._table.of(lower, senses=self.senses, multiword=self.multiword)
+        found = self._table.of(lower, senses=self.senses, multiword=self.multiword, ambiguous=self.ambiguous)
         return [like(other, word) for other in found if other != lower]
 
 

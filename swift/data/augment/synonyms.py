@@ -23,7 +23,8 @@ class SynonymTable:
     """Synonyms by word.
 
     Attributes:
-        lines: word -> `pos:a,b;c TAB pos:…`, most frequent part of speech and sense first; unpacked when asked for.
+        lines: word -> `pos:a,b;c TAB pos:…`, most frequent part of speech and sense first, with `~` before it if that
+            sense is meant in less than half of the word's uses; unpacked when asked for.
         inflected: whether forms of a word may be looked up through English rules (the shipped table).
     """
 
@@ -33,17 +34,20 @@ class SynonymTable:
     def __contains__(self, word: str) -> bool:
         return word in self.lines
 
-    def of(self, word: str, *, senses: int = 1, multiword: bool = False) -> list[str]:
+    def of(self, word: str, *, senses: int = 1, multiword: bool = False, ambiguous: bool = True) -> list[str]:
         """Synonyms that can stand where `word` (lower case) stands; empty if none are known.
 
         Args:
             word: as it stands; `cars` gives `automobiles`.
             senses: how many of its most frequent senses are believed to be meant.
             multiword: also synonyms of several words.
+            ambiguous: also of words whose most frequent sense is meant in less than half of their uses.
         """
         if word in self.lines:
             if self.inflected and (word in IRREGULAR_FORMS or self._is_verb_form(word)):
                 return []  # `saw` is hardly ever the tool; `stopped` may be either
+            if self.lines[word].startswith("~") and not ambiguous:
+                return []
             return self._base(word, None, senses, multiword)
         if not self.inflected:
             return []
@@ -51,6 +55,8 @@ class SynonymTable:
         for base, form in bases:
             if form in ("ns", "vs") and self._first_pos(base) != _POS_OF_FORM[form]:
                 continue  # -s alone doesn't tell a noun from a verb: its usual part of speech does
+            if self.lines[base].startswith("~") and not ambiguous:
+                continue
             made = (FORMS[form](other) for other in self._base(base, _POS_OF_FORM[form], senses, False))
             return [other for other in made if other and other != word]
         return []
@@ -61,10 +67,10 @@ class SynonymTable:
         return any(form in ("ved", "ving") and base in self.lines for base, form in possible_bases(word))
 
     def _first_pos(self, word: str) -> str:
-        return self.lines[word][:1]
+        return self.lines[word].lstrip("~")[:1]
 
     def _base(self, word: str, pos: str | None, senses: int, multiword: bool) -> list[str]:
-        for part in self.lines[word].split("\t"):
+        for part in self.lines[word].lstrip("~").split("\t"):
             if pos is None or part[0] == pos:
                 listed = [other for sense in part[2:].split(";")[:senses] for other in sense.split(",") if other]
                 return [other for other in listed if multiword or " " not in other]

@@ -2,15 +2,16 @@
 
     python -m swift.data.augment.wordnet DICT_FOLDER OUTPUT.txt.gz
 
-`DICT_FOLDER` holds `index.*` and `data.*` for noun, verb, adj and adv, in the format that WordNet's manual page
-wndb(5) describes. The table is text, one word a line, sorted, gzipped without a time stamp, so the same release always
-gives the same bytes:
+`DICT_FOLDER` holds `index.*` and `data.*` for noun, verb, adj and adv, and `index.sense`, in the formats that WordNet's
+manual pages wndb(5) and senseidx(5) describe. The table is text, one word a line, sorted, gzipped without a time stamp,
+so the same release always gives the same bytes:
 
     word TAB pos:synonym,synonym;synonym TAB pos:…
 
-The parts of speech (n, v, a, r) stand with the most frequent first, by the release's counts of tagged senses. Between
-semicolons stand the senses, the most frequent first; a sense without synonyms is empty. This module reads WordNet and
-knows nothing of texts.
+The parts of speech (n, v, a, r) stand with the most frequent first, by how often the release's tagged texts use them.
+Between semicolons stand the senses, the most frequent first; a sense without synonyms is empty. `~` stands before the
+first part of speech of a word whose first sense there is meant in less than half of its uses. This module reads WordNet
+and knows nothing of texts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import io
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from swift.core.errors import DataError, SwiftError, UsageError
@@ -77,16 +79,48 @@ class _Synsets:
             self.unwanted.update(word.lower() for word in words)
 
 
-def build_table(folder: Path) -> dict[str, list[tuple[str, list[list[str]]]]]:
+@dataclass
+class Entry:
+    """What the table says of a word.
+
+    Attributes:
+        ambiguous: whether its first sense is meant in less than half of its uses, all parts of speech together.
+        parts: for each part of speech, the most frequent first: its letter, and for each sense its synonyms.
+    """
+
+    ambiguous: bool
+    parts: list[tuple[str, list[list[str]]]]
+
+
+def _uses(path: Path) -> dict[tuple[str, str], list[int]]:
+    """(word, part of speech) -> how often each sense was tagged, in the order of senses."""
+    found: dict[tuple[str, str], dict[int, int]] = {}
+    for fields in _lines(path):
+        try:
+            word, _, rest = fields[0].partition("%")
+            found.setdefault((word, " nvara"[int(rest[0])]), {})[int(fields[2])] = int(fields[3])
+        except (IndexError, ValueError) as error:
+            raise DataError(f"not a record of WordNet: {' '.join(fields)[:80]!r}", where=str(path)) from error
+    return {key: [senses[number] for number in sorted(senses)] for key, senses in found.items()}
+
+
+def _is_ambiguous(word: str, pos: str, uses: dict[tuple[str, str], list[int]]) -> bool:
+    counts = {part: uses.get((word, part), []) for part in "nvar"}
+    total = sum(map(sum, counts.values()))
+    if total == 0:  # never met: then it must have one sense only
+        return sum(map(len, counts.values())) > 1
+    return 2 * counts[pos][0] < total
+
+
+def build_table(folder: Path) -> dict[str, Entry]:
     """Read a release.
 
     Args:
-        folder: with `index.*` and `data.*`.
+        folder: with `index.*` and `data.*` for each part of speech, and `index.sense`.
 
     Returns:
-        word -> for each part of speech that has synonyms, the most frequent first: its letter, and for each sense its
-        synonyms. Words and synonyms have at least three letters and are written in lower case; names aren't in it.
-        A multiword has spaces. At most six synonyms a part of speech.
+        word -> its entry. Words and synonyms have at least three letters and are written in lower case; names aren't in
+        it. A multiword has spaces. At most six synonyms a part of speech.
 
     Raises:
         DataError: a file is missing or isn't WordNet's.
@@ -97,6 +131,7 @@ def build_table(folder: Path) -> dict[str, list[tuple[str, list[list[str]]]]]:
         for offset, usages in part.usages.items():
             if any(_UNWANTED_USAGES & set(synsets[pos].words.get(target, ())) for pos, target in usages):
                 unwanted.update(word.lower() for word in part.words[offset])
+    uses = _uses(folder / "index.sense")
     found: dict[str, list[tuple[int, str, list[list[str]]]]] = {}
     for name, pos in _POS_FILES.items():
         for fields in _lines(folder / f"index.{name}"):
@@ -104,17 +139,16 @@ def build_table(folder: Path) -> dict[str, list[tuple[str, list[list[str]]]]]:
             if "_" in word or word in unwanted or not _WORD.fullmatch(word):
                 continue
             fields = [field for field in fields if field]
-            num_senses, num_pointers = int(fields[2]), int(fields[3])
-            tagged = int(fields[4 + num_pointers + 1])
-            senses = _senses(word, fields[-num_senses:], synsets[pos], unwanted)
-            found.setdefault(word, []).append((tagged, pos, senses))
-    table = {}
+            senses = _senses(word, fields[-int(fields[2]) :], synsets[pos], unwanted)
+            found.setdefault(word, []).append((sum(uses.get((word, pos), ())), pos, senses))
+    table: dict[str, Entry] = {}
     for word, parts in found.items():
         # stable: noun, verb, adj, adv where counts are equal. A part without synonyms may still be the usual one:
         # it stays, empty, so that a rarer part of speech isn't taken for it
         ordered = sorted(parts, key=lambda part: -part[0])
         if any(senses for _, _, senses in ordered):
-            table[word] = [(pos, senses) for _, pos, senses in ordered]
+            ambiguous = _is_ambiguous(word, ordered[0][1], uses)
+            table[word] = Entry(ambiguous, [(pos, senses) for _, pos, senses in ordered])
     return table
 
 
@@ -137,12 +171,12 @@ def _senses(word: str, offsets: list[str], synsets: _Synsets, unwanted: set[str]
     return senses
 
 
-def write_table(table: dict[str, list[tuple[str, list[list[str]]]]], path: Path) -> int:
+def write_table(table: dict[str, Entry], path: Path) -> int:
     """Write a table; the bytes depend on its content only. Returns how many there are."""
     text = io.StringIO()
     for word in sorted(table):
-        parts = [f"{pos}:{';'.join(','.join(sense) for sense in senses)}" for pos, senses in table[word]]
-        text.write("\t".join([word, *parts]) + "\n")
+        parts = [f"{pos}:{';'.join(','.join(sense) for sense in senses)}" for pos, senses in table[word].parts]
+        text.write(f"{word}\t{'~' * table[word].ambiguous}" + "\t".join(parts) + "\n")
     packed = gzip.compress(text.getvalue().encode(), 9, mtime=0)
     write_atomic(path, packed)
     return len(packed)

@@ -55,6 +55,20 @@ def dict_folder(tmp_path: Path) -> Path:
         "index.verb": [index_line("walk", "v", ["00000001", "00000002"], 9)],
         "data.adj": [data_line("00000001", "a", ["big(p)", "large"], "not small")],
         "index.adj": [index_line("big", "a", ["00000001"], 3), index_line("large", "a", ["00000001"], 1)],
+        "index.sense": [
+            f"{key} 00000001 {number} {count}\n"
+            for key, number, count in [
+                ("car%1:06:00::", 1, 2),
+                ("car%1:06:01::", 2, 0),
+                ("walk%1:04:00::", 1, 1),
+                ("walk%2:38:00::", 1, 9),
+                ("walk%2:38:01::", 2, 0),
+                ("big%3:00:01::", 1, 3),
+                ("large%3:00:00::", 1, 1),
+                ("large%1:09:00::", 1, 2),
+                ("wax%1:06:00::", 1, 0),
+            ]
+        ],
         "data.adv": [],
         "index.adv": [],
     }
@@ -64,7 +78,9 @@ def dict_folder(tmp_path: Path) -> Path:
 
 
 def test_the_builder(dict_folder):
-    assert build_table(dict_folder) == {
+    table = build_table(dict_folder)
+    assert {word for word, entry in table.items() if entry.ambiguous} == {"large"}  # it is a noun twice as often
+    assert {word: entry.parts for word, entry in table.items()} == {
         "car": [("n", [["auto", "motor vehicle"], ["carriage"]])],  # no names; senses in order
         "walk": [("v", [[], ["stroll"]]), ("n", [["walking"]])],  # the verb is met more often
         "big": [("a", [["large"]])],  # without the marker of its place
@@ -88,6 +104,11 @@ def test_the_table_is_the_same_bytes_every_time(dict_folder, tmp_path, capsys):
 
 def test_the_builder_names_what_is_wrong(dict_folder, tmp_path, capsys):
     assert main(["one"]) == 2
+    lines = (dict_folder / "index.sense").read_text()
+    (dict_folder / "index.sense").write_text(lines + "car%1 1 2\n")
+    with pytest.raises(DataError, match="not a record"):
+        build_table(dict_folder)
+    (dict_folder / "index.sense").write_text(lines)
     (dict_folder / "data.noun").write_text(LICENCE + "not a record\n")
     with pytest.raises(DataError) as caught:
         build_table(dict_folder)
@@ -111,7 +132,7 @@ def test_the_shipped_table():
     assert table.of("big") == ["large"]
     assert table.of("big", senses=3) == ["large", "bad"]
     for line in list(table.lines.values())[::500]:
-        assert all(part[0] in "nvar" and part[1] == ":" for part in line.split("\t"))
+        assert all(part[0] in "nvar" and part[1] == ":" for part in line.removeprefix("~").split("\t"))
 
 
 def test_forms_are_looked_up_through_their_base():
@@ -135,6 +156,9 @@ def test_forms_are_looked_up_through_their_base():
     assert table.of("bought") == []  # irregular forms aren't undone
     assert table.of("saw") == []  # hardly ever the tool
     assert table.of("tired") == []  # an adjective or a past
+    unsure = SynonymTable({"open": "~v:unfold\ta:unfastened", "car": "~n:automobile"})
+    assert unsure.of("open") == ["unfold"] and unsure.of("cars") == ["automobiles"]
+    assert unsure.of("open", ambiguous=False) == unsure.of("cars", ambiguous=False) == []
     assert table.of("unknown") == [] and table.of("") == []
 
 
