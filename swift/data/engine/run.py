@@ -17,6 +17,7 @@ import orjson
 
 from swift.core.errors import DataError, SwiftError, UsageError
 from swift.core.files import disk_errors, human_bytes, write_atomic
+from swift.core.network import set_offline
 from swift.core.version import __version__
 from swift.data.engine import summary
 from swift.data.engine.blocks import read_index
@@ -27,7 +28,7 @@ from swift.data.engine.ranks import Ranks, rank_and_size
 from swift.data.engine.recipe import Recipe, read_recipe, recipe_from
 from swift.data.engine.report import write_report
 from swift.data.engine.stages import Stage, plan_stages
-from swift.data.engine.task import READ, Job, Pieces, done_marker
+from swift.data.engine.task import Job, Pieces, done_marker
 
 RANK_TIMEOUT_S = 600.0
 _SAME_PLAN_S = 60.0  # in which rank 0, which may start later, has to replace an older plan
@@ -99,6 +100,8 @@ def run_recipe(
 
 def plan_text(recipe: Recipe) -> str:
     """What a run would do: stages and tasks."""
+    if recipe.offline:
+        set_offline()
     shards = list_shards(recipe)
     files = {shard.file.location: shard.size for shard in shards}
     lines = [f"input   {len(files)} file(s), {human_bytes(sum(files.values()))}, in {len(shards)} shard(s)"]
@@ -123,6 +126,8 @@ class _Run:
 
     def run(self) -> RunResult:
         start = time.monotonic()
+        if self.recipe.offline:
+            set_offline()
         self.output = Path(self.recipe.output.path).expanduser().absolute()
         shards = list_shards(self.recipe)
         self.job = Job(self.recipe, shards, self.output / summary.WORK)
@@ -337,8 +342,9 @@ class _Run:
         }
         summary.publish(self.job, self.output, final, markers[final], manifest)
         everything = [marker for stage in self.stages for marker in markers[stage.name]]
+        tasks = [(stage.name, index) for stage in self.stages for index in range(len(markers[stage.name]))]
         notes = [note for marker in everything for note in marker["notes"]]
-        ledger = summary.ledger_of(self.recipe, summary.merged_records(everything), notes)
+        ledger = summary.ledger_of(self.recipe, summary.merged_records(self.job, tasks), notes)
         ledger["cpu_s"] = round(sum(marker["cpu_s"] for marker in everything), 3)
         ledger["stages"] = [
             {
@@ -350,8 +356,7 @@ class _Run:
         ]
         write_atomic(self.output / summary.LEDGER, orjson.dumps(ledger, option=orjson.OPT_INDENT_2))
         if self.recipe.keep_dropped:
-            folders = [self.job.folder(s.name, i) for s in self.stages for i in range(len(markers[s.name]))]
-            summary.write_dropped(folders, self.output)
+            summary.write_dropped([self.job.folder(*task) for task in tasks], self.output)
         manifest["recipe"] = self.recipe.as_json()
         manifest["inputs"] = [shard.as_json() for shard in self.job.shards]
         write_report(self.output, ledger, manifest)
@@ -375,8 +380,7 @@ class _Run:
 
 def _bad_rows(markers: list[dict[str, Any]]) -> tuple[int, int]:
     """Bad rows, and rows."""
-    tallies = [record["tally"] for marker in markers for record in marker["records"] if record["label"] == READ]
-    return sum(sum(tally["dropped"].values()) for tally in tallies), sum(tally["read"] for tally in tallies)
+    return sum(marker["bad_rows"][0] for marker in markers), sum(marker["bad_rows"][1] for marker in markers)
 
 
 def _refuse_changed_inputs(old: dict[str, Any], new: dict[str, Any]) -> None:

@@ -22,11 +22,12 @@ from swift.core.version import __version__
 from swift.data.engine.chain import Record
 from swift.data.engine.operator import OPERATORS
 from swift.data.engine.recipe import Recipe
-from swift.data.engine.task import BAD_SHARDS, DROPPED_NAME, OUTPUT, READ, RESULTS, Job, make_sink
+from swift.data.engine.task import BAD_SHARDS, DROPPED_NAME, OUTPUT, READ, RESULTS, Job, make_sink, read_records
 
 # names that begin with _ or . aren't data to anything that reads a folder
 MANIFEST, LEDGER, REPORT, DROPPED = "_manifest.json", "_ledger.json", "_report.html", "_dropped.jsonl.zst"
 WORK = ".work"
+_MOST_LABELS = 20_000
 
 
 def read_manifest(output: Path) -> dict[str, Any] | None:
@@ -80,14 +81,14 @@ def read_manifest_or_none(output: Path) -> dict[str, Any] | None:
         return None
 
 
-def merged_records(markers: Iterable[dict[str, Any]]) -> dict[str, Record]:
-    """The records of all tasks, by operator."""
+def merged_records(job: Job, tasks: Iterable[tuple[str, int]]) -> dict[str, Record]:
+    """The records of all tasks (stage and number), by operator; read one task after the other."""
     records: dict[str, Record] = {}
-    for marker in markers:
-        for values in marker["records"]:
-            record = Record.from_json(values)
+    for stage, index in tasks:
+        for record in read_records(job, stage, index):
             if record.label in records:
                 records[record.label].merge(record)
+                records[record.label].tally.trim(_MOST_LABELS)
             else:
                 records[record.label] = record
     return records

@@ -22,6 +22,7 @@ import zstandard
 
 from swift.core.errors import DataError, SwiftError
 from swift.core.files import disk_errors, fsync_tree, write_atomic
+from swift.core.network import set_offline
 from swift.data.engine.blocks import BlockWriter, read_blocks
 from swift.data.engine.chain import Link, Record, RecordingTally, counted_output, run_chain
 from swift.data.engine.document import Document
@@ -31,6 +32,7 @@ from swift.data.engine.plugins import load_builtin, load_plugin
 from swift.data.engine.recipe import Recipe
 from swift.data.engine.sink import RecordSink, Sink
 from swift.data.engine.stages import Stage, plan_stages
+from swift.data.engine.tally import Tally
 
 READ, OUTPUT, BAD_SHARDS = "read", "output", "bad shard"
 DROPPED_NAME, RESULTS = "dropped.jsonl.zst", "results"
@@ -75,13 +77,15 @@ class Worker:
     sink: Sink | None = None
 
     def __post_init__(self) -> None:
+        if self.job.recipe.offline:  # a process of a cluster has another environment
+            set_offline()
         load_builtin()
         for name in self.job.recipe.plugins:
             load_plugin(name, Path(self.job.recipe.folder))
         self.stages = {stage.name: stage for stage in plan_stages(self.job.recipe, self.job.shards)}
 
     def run(self, name: str, index: int, pieces: Pieces = ()) -> dict[str, Any]:
-        """Run a task and return its marker.
+        """Run a task and return its marker, without the records of its operators.
 
         Args:
             name: of the stage. index: of the task. pieces: for `collect`, what the file is put together from.
@@ -106,17 +110,19 @@ class Worker:
                 self._publish(aside, job.folder(name, index))
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        marker = {
+        read = task.records[READ].tally if READ in task.records else Tally()
+        marker: dict[str, Any] = {
             "fingerprint": task_fingerprint(stage, pieces),
             "files": files,
             "facts": facts,
             "records": [record.as_json() for record in task.records.values()],
+            "bad_rows": [read.dropped.total(), read.read],
             "notes": task.notes,
             "cpu_s": time.process_time() - cpu,
             "seconds": time.time() - start,
         }
         write_atomic(job.marker(name, index), orjson.dumps(marker, option=orjson.OPT_SERIALIZE_NUMPY))
-        return marker
+        return _light(marker)
 
     def _publish(self, aside: Path, folder: Path) -> None:
         """Give the results their name, in place of older ones."""
@@ -175,7 +181,17 @@ def done_marker(job: Job, stage: Stage, index: int, *, output: Path, pieces: Pie
         moved = output / file["name"].removeprefix(f"{RESULTS}/")
         if not (stage.final and _size(moved) == file["bytes"]):
             return None
-    return marker
+    return _light(marker)
+
+
+def read_records(job: Job, stage: str, index: int) -> list[Record]:
+    """What the operators counted in a task that is done."""
+    return [Record.from_json(values) for values in orjson.loads(job.marker(stage, index).read_bytes())["records"]]
+
+
+def _light(marker: dict[str, Any]) -> dict[str, Any]:
+    """Without the records: a run of many thousand tasks must not hold all of them."""
+    return {key: value for key, value in marker.items() if key != "records"}
 
 
 def _size(path: Path) -> int:

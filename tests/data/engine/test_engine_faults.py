@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from swift.core.errors import DataError, SwiftError, UsageError
+from swift.core.errors import DataError, NetworkError, SwiftError, UsageError
 from swift.data.engine.blocks import BlockWriter, read_blocks, read_index
 from swift.data.engine.document import document_from
 
@@ -266,3 +266,10 @@ def test_a_file_that_somebody_adds_is_left_alone(run, recipe_of, tmp_path):
     run(recipe_of(["toy_length"]), restart=True)
     assert (tmp_path / "out/README").read_text() == "mine"
     assert "README" not in [file["name"] for file in again.manifest["files"]]
+
+
+def test_offline_refuses_what_would_have_to_be_fetched(run, recipe_of, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    with pytest.raises(NetworkError):
+        run({**recipe_of([], offline=True), "input": ["hf::nobody/nothing"]})
+    assert os.environ["HF_HUB_OFFLINE"] == "1"  # workers inherit it

@@ -113,3 +113,23 @@ def test_bars_are_shares():
     many = share_rows({}, {f"l{n:02d}": 1 for n in range(40)}, most=15)
     assert many.count("<small>") == 15 and "and 25 more with 25 rows" in many
     assert table(["a"], []) == ""
+
+
+def test_progress_in_plain_lines(capsys, monkeypatch):
+    from swift.data.engine import progress as module
+
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    progress = module.Progress()
+    progress.begin("read + toy", done=2, total=10)
+    for _ in range(4):
+        now[0] += 20
+        progress.advance()
+    progress.end()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "read + toy: 10 task(s), 2 done before",
+        "read + toy: 4/10, eta 2m00s",
+        "read + toy: 6/10, eta 1m20s",
+    ]
+    assert [module.duration(s) for s in (5, 75, 7500)] == ["5s", "1m15s", "2h05m"]
