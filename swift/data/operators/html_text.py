@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from swift.config.fields import setting
-from swift.core.errors import DependencyError
+from swift.core.errors import DependencyError, UsageError
 from swift.data.engine.document import Document
 from swift.data.engine.operator import OPERATORS, Context, MapOperator
 from swift.data.engine.tally import Tally
@@ -45,6 +45,8 @@ class HtmlMainText(MapOperator):
     def check(self) -> None:
         check_choice(self, "format", ("text", "markdown"))
         check_choice(self, "backend", ("own", "trafilatura", "resiliparse"))
+        if self.backend == "resiliparse" and self.format == "markdown":
+            raise UsageError("resiliparse writes no Markdown", fix="format: text, or backend: own or trafilatura")
 
     def open(self, context: Context) -> None:
         super().open(context)
@@ -83,8 +85,7 @@ def _backend(name: str, markdown: bool) -> Callable[[str], str]:
     if name == "trafilatura":
         output = "markdown" if markdown else "txt"
         return lambda html: module.extract(html, output_format=output, include_comments=False) or ""
-    style = "full" if markdown else "minimal"
-    return lambda html: module.extract_plain_text(html, main_content=True, preserve_formatting=style)
+    return lambda html: module.extract_plain_text(html, main_content=True, preserve_formatting=True)
 
 
 def _installed(module: str) -> Any:

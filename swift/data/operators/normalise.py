@@ -9,6 +9,7 @@ import re
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from swift.config.fields import setting
@@ -76,21 +77,18 @@ class Normalise(MapOperator):
     def run(self, batch: list[Document], tally: Tally) -> list[Document]:
         for document in batch:
             for place, text in enumerate(document.texts):
-                steps: list[tuple[str, str, str]] = []
-                after = self._cleaned(text, steps)
-                if steps:
+                after = self._cleaned(text, partial(tally.change, document))
+                if after is not text:
                     document.texts[place] = after
-                    for reason, old, new in steps:
-                        tally.change(document, reason, old, new)
         return batch
 
-    def _cleaned(self, text: str, steps: list[tuple[str, str, str]]) -> str:
-        """The text after all steps; each step that changed something is added to `steps` with before and after."""
+    def _cleaned(self, text: str, told: Callable[[str, str, str], None]) -> str:
+        """The text after all steps; each that changed something is told with its name, before and after."""
 
         def done(reason: str, new: str) -> None:
             nonlocal text
             if new != text:
-                steps.append((reason, text, new))
+                told(reason, text, new)
                 text = new
 
         rest = text.encode("utf-8", "surrogatepass").translate(None, _UNSUSPICIOUS).decode("utf-8", "surrogatepass")
@@ -117,4 +115,11 @@ class Normalise(MapOperator):
 
 def _mended(text: str, fix: Callable[[str], str]) -> str:
     """The text with each suspicious line mended by itself: lines of one page may have gone through different hands."""
-    return "".join(fix(line) if _MOJIBAKE.search(line) else line for line in text.splitlines(keepends=True))
+    pieces = []
+    end = 0
+    while match := _MOJIBAKE.search(text, end):
+        start = text.rfind("\n", end, match.start()) + 1 or end
+        stop = text.find("\n", match.end()) + 1 or len(text)
+        pieces += [text[end:start], fix(text[start:stop])]
+        end = stop
+    return "".join(pieces) + text[end:]

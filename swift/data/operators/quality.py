@@ -21,6 +21,7 @@ from swift.data.operators.rules import Rule, apply_rules, check_range, check_sha
 from swift.data.operators.text_plain import BULLET_FLAG, ELLIPSIS_FLAG, END_FLAG
 from swift.data.operators.text_stats import Stats, analyse, shares
 
+_PIECE = 1 << 20  # characters that are looked at in one go, so that a huge text needs no huge array
 GOPHER_STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 
 
@@ -197,10 +198,13 @@ class SymbolRatio(MapOperator):
 
 def _kinds(text: str) -> tuple[int, int, int]:
     """Numbers of letters, of digits and other numerals, and of symbols."""
-    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     table = character_table()
-    bits = table[np.minimum(codes, TABLE_SIZE - 1)]
-    bits[codes >= TABLE_SIZE] = 0
-    letters = int(np.count_nonzero(bits & ALPHA))
-    digits = int(np.count_nonzero(bits & ALNUM)) - letters
-    return letters, digits, len(codes) - letters - digits - int(np.count_nonzero(bits & SPACE))
+    letters = numerals = solid = 0
+    for start in range(0, len(text), _PIECE):
+        codes = np.frombuffer(text[start : start + _PIECE].encode("utf-32-le", "surrogatepass"), np.uint32)
+        bits = table[np.minimum(codes, TABLE_SIZE - 1)]
+        bits[codes >= TABLE_SIZE] = 0
+        letters += int(np.count_nonzero(bits & ALPHA))
+        numerals += int(np.count_nonzero((bits & (ALNUM | ALPHA)) == ALNUM))
+        solid += len(codes) - int(np.count_nonzero(bits & SPACE))
+    return letters, numerals, solid - letters - numerals

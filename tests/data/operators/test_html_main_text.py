@@ -158,5 +158,7 @@ def test_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     operator.open(Context())
     (document,) = operator.run([document_from({"text": "<p>x</p>"}, "f:1")], Tally())
     assert document.text == "markdown of 8"
+    with pytest.raises(UsageError, match="no Markdown"):
+        HtmlMainText(backend="resiliparse", format="markdown").check()
     with pytest.raises(UsageError, match="backend"):
         HtmlMainText(backend="other").check()  # type: ignore[arg-type]

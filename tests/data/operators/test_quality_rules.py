@@ -282,7 +282,9 @@ def test_c4_with_all_rules_off_keeps_everything_but_empty_texts() -> None:
 # --- symbols, length ---
 
 
-def test_symbol_ratio_by_hand() -> None:
+@pytest.mark.parametrize("piece", [3, 1 << 20])
+def test_symbol_ratio_by_hand(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "_PIECE", piece)
     _, tally = run("symbol_ratio", ["ab1 2$ 你😀\n"], max_symbol_share=1.0, max_digit_share=1.0, min_letter_share=0.0)
     histograms = tally.histograms
     assert histograms["letters"].total == pytest.approx(3 / 7)  # a b 你
