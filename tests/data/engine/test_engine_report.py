@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from swift.data.engine.charts import funnel_row, histogram, share_rows, table
-from swift.data.engine.tally import Histogram
+from swift.data.engine.tally import Histogram, Tally
 
 HOSTILE = "<script>alert('x')</script> & \"quotes\" document"
 VOID = {"meta", "br", "img"}
@@ -133,3 +133,12 @@ def test_progress_in_plain_lines(capsys, monkeypatch):
         "read + toy: 6/10, eta 1m20s",
     ]
     assert [module.duration(s) for s in (5, 75, 7500)] == ["5s", "1m15s", "2h05m"]
+
+
+def test_labels_beyond_the_most_frequent_are_put_together():
+    tally = Tally()
+    for number in range(30):
+        for _ in range(number + 1):
+            tally.count("domain", f"d{number:02d}")
+    tally.trim(10)
+    assert tally.labels["domain"] == {**{f"d{n}": n + 1 for n in range(20, 30)}, "(other)": sum(range(1, 21))}
