@@ -11,10 +11,10 @@ import pytest
 from swift.config import SftConfig
 from swift.config.build import build_config
 from swift.config.data import DataConfig, TemplateConfig
-from swift.core.errors import UsageError
+from swift.core.errors import NetworkError, UsageError
 from swift.data.augment import build_augmenter
 from swift.data.check import run_check
-from swift.data.dataset import Prepared, data_fingerprint, prepare_datasets
+from swift.data.dataset import Prepared, prepare_datasets
 from swift.data.encode import ChatEncoder
 
 CONFIG = {"text": {"random_swap": {"n": 2}}}
@@ -127,7 +127,19 @@ def test_data_check_sees_what_training_would(tokenizer, files):
     template = TemplateConfig(max_length=512)
     plain = run_check(DataConfig(dataset=[str(files[0])]), template, ChatEncoder(tokenizer, template), seed=42)
     shorter = run_check(data, template, ChatEncoder(tokenizer, template), seed=42)
-    assert (
-        sum(shorter.lengths) < sum(plain.lengths) if hasattr(plain, "lengths") else shorter.summary() != plain.summary()
-    )
-    assert data_fingerprint(data, template, ChatEncoder(tokenizer, template), 42)
+    assert shorter.summary()["lengths"]["max"] < plain.summary()["lengths"]["max"]
+    assert shorter.summary()["encoding"]["augment.random_deletion.changed"] == 600
+
+
+def test_preview_shows_what_training_would(tiny_model_dir, tmp_path, write_rows, capsys):
+    from swift.commands.data import main
+
+    path = write_rows(tmp_path / "r.jsonl", [{"query": "one two", "response": "the answer"}])
+    command = ["preview", str(path), "--model", str(tiny_model_dir), "--augment"]
+    assert main([*command, json.dumps({"text": {"random_swap": {}}})]) == 0
+    assert "two one" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="random_swa'"):
+        main([*command, json.dumps({"text": {"random_swa": {}}})])
+    llm = {"paraphrase_llm": {"base_url": "http://127.0.0.1:9/v1", "model": "m"}}
+    with pytest.raises(NetworkError, match="--offline"):
+        main([*command, json.dumps({"text": llm}), "--offline", "true"])
