@@ -43,9 +43,9 @@ def check_partitions(partitions: int | None) -> None:
 
 
 def runs_of(work: PhaseWork, phase: str, tasks: int, dtype: np.dtype, partition: int, name: str = "") -> Runs:
-    """One partition of what all tasks of an earlier phase left, with half of the memory for holding it."""
+    """One partition of what all tasks of an earlier phase left, with a third of the memory for holding it."""
     folders = [work.result(phase, index) / name for index in range(tasks)]
-    return Runs(folders, dtype, partition, work.context.memory_bytes // 2)
+    return Runs(folders, dtype, partition, work.context.memory_bytes // 3)
 
 
 def joined(work: PhaseWork, shard: int, runs: Runs) -> Iterator[tuple[list[Document], dict[int, np.ndarray]]]:

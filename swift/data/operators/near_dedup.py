@@ -27,7 +27,7 @@ from swift.data.engine.document import Document
 from swift.data.engine.operator import OPERATORS, GlobalOperator, PhaseWork
 
 _BAND = np.dtype([("key", "<u8"), ("node", "<u8")])
-_BATCH_CHARACTERS = 4 << 20
+_BATCH_CHARACTERS = 2 << 20
 
 
 @OPERATORS.register("near_dedup")
@@ -95,7 +95,7 @@ class NearDedup(GlobalOperator):
 
     def _signatures(self, shard: int, work: PhaseWork, partitions: int) -> None:
         bands, rows = self.shape()
-        keys = RunWriter(work.output / "bands", _BAND, hash_cuts(partitions), work.context.memory_bytes // 2)
+        keys = RunWriter(work.output / "bands", _BAND, hash_cuts(partitions), work.context.memory_bytes // 4)
         ids = IdWriter(work.output)
         kept = Keepers(work.output, signatures=self.least_similarity() > 0, lengths=self.keep == "longest")
         for texts, batch_ids in _by_characters(work.documents(shard)):
