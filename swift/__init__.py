@@ -17,6 +17,7 @@ _PUBLIC = {
     "PtConfig": "swift.config",
     "InferConfig": "swift.config",
     "MergeLoraConfig": "swift.config",
+    "ExportConfig": "swift.config",
     "SwiftError": "swift.core.errors",
     "sft": "swift.commands.sft",
     "pt": "swift.commands.pt",

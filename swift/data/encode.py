@@ -100,6 +100,7 @@ class ChatEncoder:
             )
         self.config = config if isinstance(config, TemplateConfig) else TemplateConfig(**asdict(config))
         self.tokenizer = tokenizer
+        self._parts: dict[str, str] | None = None
         self.vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1  # some have gaps, so not their number
         self.use_chat_template = config.use_chat_template is not False
         if self.use_chat_template and self.config.truncation_strategy == "split":
@@ -215,8 +216,10 @@ class ChatEncoder:
         return list(dict.fromkeys(int(i) for i in ids if i is not None))
 
     def tokenizer_parts(self) -> dict[str, str]:
-        """A hash for each part of the tokenizer's rules (`token_identity`)."""
-        return tokenizer_parts(self.tokenizer)
+        """A hash for each part of the tokenizer's rules (`token_identity`), as they were when first asked for."""
+        if self._parts is None:  # a second for a large vocabulary
+            self._parts = tokenizer_parts(self.tokenizer)
+        return self._parts
 
     def settings(self) -> dict[str, Any]:
         """All that decides the ids and weights of a row beside the tokenizer's rules, by the name of its flag: what

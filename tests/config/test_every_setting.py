@@ -6,10 +6,16 @@ import json
 
 import pytest
 
-from swift.config import InferConfig, MergeLoraConfig, PtConfig, SftConfig, parse_command_line
+from swift.config import ExportConfig, InferConfig, MergeLoraConfig, PtConfig, SftConfig, parse_command_line
 from swift.config.schema import Setting, groups_of, settings_of
 
-COMMANDS = {"sft": SftConfig, "pt": PtConfig, "infer": InferConfig, "merge-lora": MergeLoraConfig}
+COMMANDS = {
+    "sft": SftConfig,
+    "pt": PtConfig,
+    "infer": InferConfig,
+    "merge-lora": MergeLoraConfig,
+    "export": ExportConfig,
+}
 CASES = [
     pytest.param(command, setting, id=f"{command}-{setting.name}")
     for command, cls in COMMANDS.items()
