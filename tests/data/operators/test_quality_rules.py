@@ -48,6 +48,11 @@ def reason(name: str, text: str, **settings: Any) -> str | None:
     return next(iter(tally.dropped), None)
 
 
+THAI = (
+    "การเรียนรู้ของเครื่องเป็นสาขาหนึ่งของปัญญาประดิษฐ์ ซึ่งศึกษาว่าคอมพิวเตอร์เรียนรู้จากข้อมูลได้อย่างไร\n"
+    "การฝึกแบบจำลองขนาดใหญ่ต้องใช้ข้อมูลจำนวนมาก ดังนั้นคุณภาพของข้อมูลจึงสำคัญมากสำหรับผลลัพธ์ที่ดี\n"
+    "บทความนี้แนะนำวิธีทำความสะอาดข้อมูลหลายวิธี และเปรียบเทียบความเร็วกับผลลัพธ์ของแต่ละวิธีด้วย\n"
+)
 ALL = ("gopher_quality", "gopher_repetition", "fineweb_quality", "c4_quality", "symbol_ratio")
 
 
@@ -55,6 +60,21 @@ ALL = ("gopher_quality", "gopher_repetition", "fineweb_quality", "c4_quality", "
 @pytest.mark.parametrize("text", [PROSE, CHINESE], ids=["english", "chinese"])
 def test_prose_stays(name: str, text: str) -> None:
     assert reason(name, text) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("gopher_quality", {}),
+        ("gopher_repetition", {}),
+        ("fineweb_quality", {"min_line_end_share": None}),
+        ("c4_quality", {"require_line_end": False, "min_sentences": None}),
+    ],
+)
+def test_thai_stays_with_the_settings_that_the_manual_names(name: str, settings: dict[str, Any]) -> None:
+    assert reason(name, THAI, **settings) is None
+    _, tally = run(name, [THAI], **settings)
+    assert not tally.changes
 
 
 @pytest.mark.parametrize(
