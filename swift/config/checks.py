@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from swift.config.curriculum import read_curriculum
 from swift.config.files import CONFIG_NAME
 from swift.config.resolve import Problem, raise_problems
 from swift.config.saved import LATEST, MANIFEST, damage, latest_root, resume_folder
@@ -27,6 +28,10 @@ _RANGES: dict[str, tuple[float, float | None, bool, bool]] = {
     "dataset_num_proc": (1, None, True, True),
     "max_length": (2, None, True, True),
     "packing_length": (2, None, True, True),
+    "shuffle_buffer_size": (1, None, True, True),
+    "mix_temperature": (0, None, False, True),
+    "dataloader_num_workers": (0, None, True, True),
+    "dataloader_prefetch_factor": (1, None, True, True),
     "max_model_len": (1, None, True, True),
     "lora_rank": (1, None, True, True),
     "lora_alpha": (0, None, False, True),
@@ -134,6 +139,8 @@ class _Checker:
         yield from self.template()
         if self.training:
             yield from self.data()
+            yield from self.mixing()
+            yield from self.streaming()
             yield from self.batches()
             yield from self.tuner()
             yield from self.length_of_run()
@@ -190,6 +197,76 @@ class _Checker:
         for name in ("model_name", "model_author"):
             if len(self[name]) > 2:
                 yield self.fault(name, f"{name} takes one value, or two (Chinese, English), not {len(self[name])}")
+
+    def mixing(self) -> Iterator[Problem]:
+        sources = len(self["dataset"]) + len(self["cached_dataset"] or [])
+        for name in ("interleave_prob", "mix_epochs"):
+            values = self[name]
+            if not values:
+                continue
+            if len(values) != sources:
+                yield self.fault(
+                    f"{name} dataset",
+                    f"{name} has {len(values)} value(s) for {sources} dataset(s)",
+                    "give one for each, in the order of --dataset and --cached_dataset",
+                )
+            least = "above 0" if name == "mix_epochs" else "from 0 on, one of them above it"
+            if any(not math.isfinite(v) or v < 0 or (v == 0 and name == "mix_epochs") for v in values) or not any(
+                values
+            ):
+                yield self.fault(name, f"the values of {name} must be numbers {least}: {' '.join(map(str, values))}")
+        deciders = [n for n in ("interleave_prob", "mix_temperature", "curriculum") if self[n] not in (None, [], {})]
+        if len(deciders) > 1:
+            yield self.fault(
+                " ".join(deciders), f"{' and '.join(deciders)} both give the shares", "leave out one of them"
+            )
+        if self["stopping_strategy"] and not deciders and not self["mix_epochs"]:
+            yield self.fault(
+                "stopping_strategy",
+                "stopping_strategy does nothing: the datasets aren't mixed",
+                "--interleave_prob, --mix_temperature, --mix_epochs or --curriculum mixes them",
+            )
+        if self["curriculum"]:
+            yield from self.curriculum(sources)
+
+    def curriculum(self, sources: int) -> Iterator[Problem]:
+        try:
+            curriculum = read_curriculum(self["curriculum"])
+        except ValueError as error:
+            yield self.fault("curriculum", f"curriculum {error}", "see docs/mixing.md for its form")
+            return
+        if curriculum.difficulty is None and len(curriculum.weights[0]) != sources:
+            yield self.fault(
+                "curriculum dataset",
+                f"curriculum gives {len(curriculum.weights[0])} weights at a step, and there are {sources} dataset(s)",
+                "give one for each, in the order of --dataset and --cached_dataset",
+            )
+        if curriculum.difficulty is not None and self["mix_epochs"]:
+            yield self.fault(
+                "mix_epochs curriculum", "mix_epochs is for datasets; difficulty bins are passed through once"
+            )
+        if curriculum.difficulty is not None and self["streaming"]:
+            yield self.fault(
+                "curriculum streaming",
+                "examples can't be put into difficulty bins before they are read",
+                "leave streaming out, or sort them into files and mix these",
+            )
+
+    def streaming(self) -> Iterator[Problem]:
+        if not self["streaming"]:
+            return
+        if self["split_dataset_ratio"] > 0:
+            yield self.fault(
+                "split_dataset_ratio streaming",
+                "a share of rows that are read while training can't be set aside",
+                "give the evaluation rows with --val_dataset",
+            )
+        if self["cached_dataset"]:
+            yield self.fault(
+                "cached_dataset streaming",
+                "cached_dataset is mapped, not streamed: it needs no memory as it is",
+                "leave streaming out, or give the rows with --dataset",
+            )
 
     def batches(self) -> Iterator[Problem]:
         if self["packing"]:

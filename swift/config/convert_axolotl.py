@@ -20,7 +20,8 @@ _SAME = {
     "lr_scheduler": "lr_scheduler_type", "early_stopping_patience": "early_stop_interval",
     "dataset_processes": "dataset_num_proc", "dataset_num_proc": "dataset_num_proc", "tokens": "new_special_tokens",
     "shuffle_merged_datasets": "dataset_shuffle", "default_system_message": "system",
-    "cosine_min_lr_ratio": "min_lr_ratio",
+    "cosine_min_lr_ratio": "min_lr_ratio", "streaming": "streaming",
+    "dataloader_num_workers": "dataloader_num_workers", "dataloader_prefetch_factor": "dataloader_prefetch_factor",
 }  # fmt: skip
 
 _SATISFIED = by_reason(
@@ -36,7 +37,7 @@ _SATISFIED = by_reason(
         "xformers_attention flex_attention",
         "the loss already works without full logits": "liger_* cut_cross_entropy chunked_cross_entropy",
         "the LoRA path saves memory already": "lora_mlp_kernel lora_qkv_kernel lora_o_kernel",
-        "there are no loader processes": "dataloader_*",
+        "batches are small": "dataloader_pin_memory",
         "evaluation has the precision of training": "bf16_full_eval",
         "TensorBoard files are always written": "use_tensorboard",
     }
@@ -56,7 +57,6 @@ _LOST = by_reason(
         "the tokenizer's own are kept; new ones: new_special_tokens": "special_tokens",
         "not built": "relora* lisa_* curriculum_sampling torchdistx_path max_memory gpu_memory_limit do_bench_eval "
         "optim_args optim_target_modules s2_attention",
-        "rows are read before step 1": "streaming",
         "give eval_steps": "evals_per_epoch",
         "give save_steps": "saves_per_epoch",
         "warm-up is linear": "lr_quadratic_warmup",

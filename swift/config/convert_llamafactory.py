@@ -16,7 +16,9 @@ _SAME = {
     "use_dora": "use_dora", "loraplus_lr_ratio": "lorap_lr_ratio", "cutoff_len": "max_length",
     "preprocessing_num_workers": "dataset_num_proc", "default_system": "system", "enable_thinking": "enable_thinking",
     "use_dft_loss": "enable_dft_loss", "neftune_noise_alpha": "neftune_noise_alpha", "packing": "packing",
-    "group_by_length": "group_by_length", "max_new_tokens": "max_new_tokens", "temperature": "temperature",
+    "group_by_length": "group_by_length", "streaming": "streaming", "buffer_size": "shuffle_buffer_size",
+    "dataloader_num_workers": "dataloader_num_workers",
+    "max_new_tokens": "max_new_tokens", "temperature": "temperature",
     "top_p": "top_p", "top_k": "top_k", "repetition_penalty": "repetition_penalty", "num_beams": "num_beams",
     "infer_backend": "infer_backend", "export_dir": "output_dir",
 }  # fmt: skip
@@ -25,7 +27,7 @@ _SATISFIED = by_reason(
     {
         "it follows from the command and the evaluation rows": "do_train do_eval",
         "rows are tokenised anew in every run": "overwrite_cache tokenized_path",
-        "there are no loader processes": "dataloader_num_workers dataloader_pin_memory",
+        "batches are small": "dataloader_pin_memory",
         "loss.png is always drawn": "plot_loss",
         "always so": "use_fast_tokenizer low_cpu_mem_usage include_num_input_tokens_seen save_safetensors "
         "remove_unused_columns print_param_status",
@@ -34,7 +36,6 @@ _SATISFIED = by_reason(
         "master weights and the loss are fp32": "upcast_layernorm upcast_lmhead_output",
         "the tokenizer decides": "split_special_tokens",
         "the embedding grows with new_special_tokens": "resize_vocab",
-        "rows aren't streamed": "buffer_size",
         "weights are safetensors": "export_legacy_format",
         "not needed": "data_shared_file_system export_device",
         "eval_token_accuracy is always measured": "compute_accuracy",
@@ -52,8 +53,6 @@ _LOST = by_reason(
         "not built": "use_galore galore_* use_badam badam_* use_apollo apollo_* use_muon use_llama_pro use_adam_mini "
         "shift_attn mixture_of_depths",
         "give freeze_parameters_ratio and trainable_parameters instead": "freeze_trainable_* freeze_extra_modules",
-        "rows are read before step 1": "streaming",
-        "datasets are joined; give shares as path#rows": "mix_strategy interleave_probs",
         "the model's own template renders tools": "tool_format",
         "adapters run on peft": "use_unsloth*",
         "`swift infer --val_dataset` writes answers": "predict_with_generate do_predict",
@@ -106,6 +105,7 @@ def convert_llamafactory(data: dict[str, Any], out: Conversion) -> None:
 def _training(data: dict[str, Any], out: Conversion, kind: str) -> None:
     _datasets(data, out)
     _val_size(data, out)
+    _mixing(data, out)
     if "lora_target" in data:
         target = names_in(data.pop("lora_target"))
         out.set("target_modules", ["all-linear"] if target == ["all"] else target, key="lora_target")
@@ -149,6 +149,27 @@ def _defaults(out: Conversion, kind: str) -> None:
         **({"lora_alpha": 2.0 * rank, "lora_dropout": 0.0} if kind != "full" else {}),
     }.items():  # fmt: skip
         out.default(name, value, TOOL)
+
+
+def _mixing(data: dict[str, Any], out: Conversion) -> None:
+    strategy, shares = data.pop("mix_strategy", "concat"), data.pop("interleave_probs", None)
+    if not data.get("streaming"):
+        data.pop("buffer_size", None)  # it means nothing there without streaming, nor here
+    if strategy == "concat":
+        if shares is not None:
+            out.ignore("interleave_probs", "it has a meaning only with an interleaving mix_strategy")
+        return
+    stopping = {
+        "interleave_under": "first_exhausted",
+        "interleave_over": "all_exhausted",
+        "interleave_once": "all_exhausted_without_replacement",
+    }
+    if strategy not in stopping:
+        out.lose("mix_strategy", strategy, f"known: concat, {', '.join(stopping)}")
+        return
+    values = [float(word) for word in names_in(shares)] if shares is not None else []
+    out.set("interleave_prob", values or [1.0] * max(1, len(out.values.get("dataset", []))), key="mix_strategy")
+    out.set("stopping_strategy", stopping[strategy], key="mix_strategy")
 
 
 def _val_size(data: dict[str, Any], out: Conversion) -> None:

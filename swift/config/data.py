@@ -32,7 +32,7 @@ class RowsConfig:
 
 
 @dataclass
-class DataConfig(RowsConfig):
+class EncodedRowsConfig(RowsConfig):
     """Data"""
 
     split_dataset_ratio: float = setting(
@@ -46,6 +46,12 @@ class DataConfig(RowsConfig):
         help="JSON: rewrite user messages before they are tokenised, such as "
         '{"text": {"synonym_replacement": {"prob": 0.3, "n": 2}}}; each row has one form in all epochs',
     )
+
+
+@dataclass
+class DataConfig(EncodedRowsConfig):
+    """Data"""
+
     cached_dataset: list[str] = setting(
         help="folders of token shards (`swift export --to_cached_dataset true`, or a recipe), as folder[#rows]; beside "
         "--dataset they are joined to it",
@@ -54,6 +60,34 @@ class DataConfig(RowsConfig):
     cached_val_dataset: list[str] = setting(
         help="the same, for evaluation; default: the evaluation part of an export that is named as a whole",
         factory=list,
+    )
+    interleave_prob: list[float] = setting(
+        help="mix the datasets in these shares, one for each; default: all rows of all, in one order",
+        factory=list,
+        aliases=("interleave_probs",),
+    )
+    stopping_strategy: Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"] | None = (
+        setting(
+            None,
+            help="when an epoch of mixed datasets ends: with the first that is through, when all were through at least "
+            "once (shorter ones repeat), or when all were through just once; default: first_exhausted",
+        )
+    )
+    mix_temperature: float | None = setting(
+        None, help="mix datasets in shares of size^(1/T): 1 as they are, larger: more of the small ones"
+    )
+    mix_epochs: list[float] = setting(
+        help="passes over each mixed dataset in an epoch, after which it counts as through (first_exhausted) or leaves "
+        "the mixture",
+        factory=list,
+    )
+    curriculum: dict[str, Any] | None = setting(
+        None, help='JSON: shares that change with the steps, such as {"weights": [[0, [0.9, 0.1]], [2000, [0.5, 0.5]]]}'
+    )
+    streaming: bool = setting(False, help="read and tokenise while training, for data too large to prepare")
+    shuffle_buffer_size: int = setting(1000, help="streaming: rows of a dataset that are shuffled among each other")
+    on_bad_shard: Literal["stop", "skip"] = setting(
+        "stop", help="streaming: a file that breaks off: stop, or count it and go on with the next"
     )
 
 
@@ -108,3 +142,9 @@ class BatchingConfig:
         None, help="batch examples of like length; default: true where padding can't be avoided"
     )
     train_dataloader_shuffle: bool = setting(True, help="new order every epoch; false: file order")
+    dataloader_num_workers: int = setting(
+        0, help="processes (streaming) or threads that make batches ahead; 0: made when they are needed"
+    )
+    dataloader_prefetch_factor: int = setting(
+        2, help="for each of dataloader_num_workers: steps, or with streaming chunks of 32 rows, made ahead"
+    )

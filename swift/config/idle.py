@@ -13,6 +13,8 @@ _ADAPTERS = (*_LOW_RANK, "ia3", "vera", "boft", "oft", "fourierft", "miss", "bon
 _ADAM = ("adamw", "adamw_torch", "adamw_torch_fused")
 _FALLING = ("cosine", "linear", "wsd", "cosine_with_min_lr", "inverse_sqrt", "polynomial")
 
+_STREAMED = ("shuffle_buffer_size", "on_bad_shard")
+
 # the setting that decides -> setting -> the values of the first with which the second works
 _WORKS_WITH: dict[str, dict[str, Collection[str]]] = {
     "optim": {"adam_beta1": _ADAM, "adam_beta2": _ADAM, "adam_epsilon": _ADAM},
@@ -55,6 +57,13 @@ def idle_notes(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[st
         idle = [name for name in given if name in settings and choice not in settings[name]]
         if choice is not None and idle:
             notes.append(f"note: {_listed(idle)} nothing with {decider} {choice}")
+    if not values.get("streaming"):
+        idle = [name for name in given if name in _STREAMED]
+        notes += [f"note: {_listed(idle)} nothing without streaming true"] if idle else []
+    if "dataloader_prefetch_factor" in given and not values.get("dataloader_num_workers"):
+        notes.append("note: dataloader_prefetch_factor does nothing without dataloader_num_workers")
+    if "dataset_num_proc" in given and values.get("streaming") and not values.get("val_dataset"):
+        notes.append("note: dataset_num_proc does nothing with streaming: see dataloader_num_workers")
     if "warmup_ratio" in given and values.get("warmup_ratio") and values.get("warmup_steps"):
         notes.append("note: warmup_ratio does nothing: warmup_steps overrides it")
     # a flag that shortens the run of a file is meant to; a flag that a file overrides is not

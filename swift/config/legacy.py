@@ -91,9 +91,6 @@ RULES: dict[str, Rule] = {
     ),
     **_satisfied("bnb_4bit_quant_type bnb_4bit_use_double_quant", "it matters only with quantized loading"),
     # data
-    **_later("streaming", "rows are read and tokenised before step 1, and memory-mapped; leave it out"),
-    **_later("interleave_prob interleave_probs", "datasets are joined; give shares with path#rows"),
-    **_satisfied("stopping_strategy shuffle_buffer_size", "it matters only with interleaved or streamed datasets"),
     **_later(
         "custom_dataset_info custom_register_path",
         "give the file itself: --dataset path, and --columns for its names",
@@ -102,8 +99,8 @@ RULES: dict[str, Rule] = {
     **_satisfied("load_from_cache_file", "rows are tokenised anew in every run"),
     **_satisfied("lazy_tokenize", "rows are tokenised before step 1, so that a bad one is found there"),
     **_satisfied(
-        "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor",
-        "batches come from memory-mapped tokens; there are no loader processes",
+        "dataloader_pin_memory dataloader_persistent_workers",
+        "batches are small, and processes of the loader live as long as the run",
     ),
     **_satisfied("remove_unused_columns", "unknown columns are kept beside a row and never reach the model"),
     **_later("dataloader_drop_last", "leave it out: every row is seen once per epoch, the last batch weighted right"),
@@ -256,6 +253,11 @@ OF_COMMAND: dict[str, dict[str, Rule]] = {
         **_satisfied("loss_scale history_turns add_non_thinking_prefix", "it matters only in training"),
         **_satisfied("strict max_bad_rows", "a row that can't be answered gets a line in the results that says why"),
         **_satisfied("dataset_num_proc preprocessing_num_workers", "rows are read while others are answered"),
+        **_satisfied(
+            "dataloader_num_workers dataloader_prefetch_factor streaming shuffle_buffer_size interleave_prob "
+            "interleave_probs stopping_strategy",
+            "rows are answered in their order, and read while others are answered",
+        ),
         **_later(
             "split_dataset_ratio val_size",
             "--load_data_args true answers the rows that a training set aside; --val_dataset path#rows takes a sample",

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from swift.config.curriculum import LENGTH
 from swift.config.data import DataConfig, TemplateConfig
 from swift.core.errors import DataError, UsageError, did_you_mean
 from swift.core.files import write_atomic
@@ -42,16 +43,20 @@ class Prepared:
     """Encoded examples, ready for the loader.
 
     Attributes:
-        train: examples to train on, in file order.
+        train: examples to train on, in file order; none when they are streamed.
         val: examples to evaluate on; None if there are none.
         ledger: what became of every row.
         fingerprint: of everything that decided the examples (`data_fingerprint`).
+        parts: training examples of each dataset, in order.
+        difficulty: float64, of each training example, when a curriculum names a column.
     """
 
     train: TokenDataset
     val: TokenDataset | None
     ledger: Ledger
     fingerprint: str
+    parts: list[int] = field(default_factory=list)
+    difficulty: np.ndarray | None = None
 
     def save(self, folder: Path) -> None:
         """Write everything to a folder, for `load_prepared`; the last file written marks it complete.
@@ -65,6 +70,9 @@ class Prepared:
             elif dataset is not None:
                 dataset.save(folder / name)
         meta = {"fingerprint": self.fingerprint, "validation": self.val is not None, "ledger": self.ledger.summary()}
+        meta |= {"parts": self.parts, "difficulty": self.difficulty is not None}
+        if self.difficulty is not None:
+            np.save(folder / "difficulty.npy", self.difficulty)
         write_atomic(folder / "prepared.json", json.dumps(meta, ensure_ascii=False))
 
 
@@ -87,7 +95,9 @@ def load_prepared(folder: Path, fingerprint: str) -> Prepared:
             fix="delete the folder; it is made again",
         )
     val = TokenDataset.load(folder / VALIDATION) if meta["validation"] else None
-    return Prepared(TokenDataset.load(folder / TRAIN), val, Ledger.restore(meta["ledger"]), fingerprint)
+    difficulty = np.load(folder / "difficulty.npy", mmap_mode="r") if meta["difficulty"] else None
+    ledger, train = Ledger.restore(meta["ledger"]), TokenDataset.load(folder / TRAIN)
+    return Prepared(train, val, ledger, fingerprint, meta["parts"], difficulty)
 
 
 def prepare_datasets(
@@ -118,7 +128,7 @@ def prepare_datasets(
     """
     sources, val_sources = resolve_sources(data)
     ledger = Ledger(
-        run_dir / "ledger.jsonl" if run_dir else None,
+        run_dir / ("ledger-validation.jsonl" if data.streaming else "ledger.jsonl") if run_dir else None,
         strict=data.strict,
         max_bad_rows=data.max_bad_rows,
     )
@@ -127,15 +137,17 @@ def prepare_datasets(
     builder.progress = Progress(progress, [*sources, *val_sources])
     try:
         with builder.workers:
-            train = builder.build(TRAIN, sources, data.cached_dataset, template)
+            train = TokenDataset([]) if data.streaming else builder.build(TRAIN, sources, data.cached_dataset, template)
             held = _cached_validation(data)
             val = builder.build(VALIDATION, val_sources, held, template) if val_sources or held else None
         _note_shared_files(sources, val_sources, ledger)
         ledger.check_share()
-        _check_columns(data, builder.columns)
+        if not data.streaming:
+            _check_columns(data, builder.columns)
         if data.split_dataset_ratio > 0:
             train, val = builder.split(train)
         datasets = {TRAIN: train, **({VALIDATION: val} if val is not None else {})}
+        datasets = {name: dataset for name, dataset in datasets.items() if len(dataset)}
         for name, dataset in datasets.items():
             ledger.totals[name] = {
                 "examples": len(dataset),
@@ -145,7 +157,7 @@ def prepare_datasets(
     finally:
         ledger.close()
     fingerprint = data_fingerprint(data, template, encoder, seed)
-    return Prepared(train, val, ledger, fingerprint)
+    return Prepared(train, val, ledger, fingerprint, builder.parts, builder.difficulty)
 
 
 def data_fingerprint(data: DataConfig, template: TemplateConfig, encoder: Encoder, seed: int) -> str:
@@ -177,7 +189,7 @@ class _Collected:
 
     Attributes:
         examples, rows: so far. row_ids: for each example of a source that has a `#n`, its row.
-        order: pieces of the order in which examples count.
+        order: pieces of the order in which examples count. difficulty: of each example, when a column gives it.
     """
 
     writer: ShardWriter | None = None
@@ -187,6 +199,7 @@ class _Collected:
     rows: int = 0
     row_ids: array[int] = field(default_factory=_ints)
     order: list[np.ndarray] = field(default_factory=list)
+    difficulty: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, piece: Examples) -> None:
         if self.writer:
@@ -212,16 +225,22 @@ class _Builder:
     def __init__(self, data: DataConfig, encoder: Encoder, ledger: Ledger, seed: int, store: Path | None) -> None:
         self.data = data
         self.encoder = encoder
-        self.workers = Workers(Task(row_options(data, need_answer=True), encoder), data.dataset_num_proc)
+        self.column = difficulty_column(data)
+        task = Task(row_options(data, need_answer=True), encoder, difficulty=self.column)
+        self.workers = Workers(task, data.dataset_num_proc)
         self.ledger = ledger
         self.seed = seed
         self.store = store
         self.columns: set[str] = set()
+        self.parts: list[int] = []
+        self.difficulty: np.ndarray | None = None
         self.made_with: dict[str, Any] | None = None
         self.progress = Progress(None, [])
 
     def build(self, split: str, sources: list[Source], cached: Sequence[str], template: TemplateConfig) -> TokenDataset:
         """All sources of a split, one after another; those whose tokens are there already come last."""
+        if split == TRAIN:
+            self.parts = []
         parts = [self._encode(split, sources, template)] if sources else []
         parts += [self._take_cached(split, text, len(sources) + number) for number, text in enumerate(cached)]
         return parts[0] if len(parts) == 1 else TokenDataset.join(parts)
@@ -234,6 +253,8 @@ class _Builder:
             self.ledger.note(note)
         rng = data_rng(self.data, self.seed, int(split == VALIDATION), number)
         dataset, rows, repeated = source.chosen(shuffle=self.data.dataset_shuffle, rng=rng)
+        if split == TRAIN:
+            self.parts.append(len(dataset))
         tally = self.ledger.begin(split, text)
         tally.read = tally.kept = rows - repeated
         tally.repeated, tally.examples, tally.tokens = repeated, len(dataset), dataset.num_tokens
@@ -252,7 +273,9 @@ class _Builder:
                 rng = data_rng(self.data, self.seed, int(split == VALIDATION), number)
                 self._add(split, source, rng, collected)
             if not collected.examples:
-                raise _nothing_left(split, self.ledger, template)
+                raise no_rows_left(split, self.ledger, template)
+            if split == TRAIN and self.column:
+                self.difficulty = np.asarray(collected.difficulty)[np.concatenate(collected.order)]
             return collected.dataset()
         finally:
             if collected.writer:
@@ -280,6 +303,8 @@ class _Builder:
                 examples_of.setdefault(row - row_base, []).append(index)
             repeated = [index for row in again for index in examples_of.get(row, [])]
             collected.order.append(np.array(repeated, dtype=np.int64))
+        if split == TRAIN:
+            self.parts.append(collected.examples - first + (len(collected.order[-1]) if again else 0))
 
     def _take(
         self, chunk: Chunk, result: ChunkResult, tally: SourceTally, collected: _Collected, *, counted: bool
@@ -294,6 +319,7 @@ class _Builder:
             else:
                 self.ledger.keep(tally, ref, examples=len(row.lengths), tokens_cut=row.truncated)
                 lengths += row.lengths
+                collected.difficulty.extend([row.difficulty] * len(row.lengths) if self.column else ())
                 refs += [(row.line, file_id)] * len(row.lengths)
                 if counted:
                     collected.row_ids.extend([collected.rows] * len(row.lengths))
@@ -324,6 +350,9 @@ class _Builder:
         held = np.flatnonzero(is_aside)
         _, first = np.unique(train.places[held], return_index=True)  # a repeated row is evaluated once
         held = held[np.sort(first)]
+        self.parts = np.diff(np.searchsorted(keep, np.cumsum([0, *self.parts]))).tolist()
+        if self.difficulty is not None:
+            self.difficulty = self.difficulty[keep]
         return train.select(keep), train.select(held)
 
 
@@ -340,7 +369,13 @@ def _note_shared_files(train: list[Source], validation: list[Source], ledger: Le
         ledger.note(f"{file.name} is used both for training and for evaluation")
 
 
-def _nothing_left(split: str, ledger: Ledger, template: TemplateConfig) -> DataError:
+def difficulty_column(data: DataConfig) -> str | None:
+    """The column that a curriculum takes the difficulty from, if it takes it from one."""
+    named = (data.curriculum or {}).get("difficulty")
+    return named if named != LENGTH else None
+
+
+def no_rows_left(split: str, ledger: Ledger, template: TemplateConfig) -> DataError:
     """Every row was dropped: say why, and which flag to change."""
     tallies = [tally for tally in ledger.sources if tally.split == split]
     read = sum(tally.read for tally in tallies)

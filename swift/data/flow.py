@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from swift.core.errors import DataError
 from swift.data.files import DataFile, stamp_of
 from swift.data.order import FeistelOrder
@@ -63,9 +65,13 @@ class StoredFlow:
         first: number of the first example, when `members` is a count.
     """
 
-    def __init__(self, source: int, members: int | Sequence[int], *, first: int, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, source: int, members: int | Sequence[int] | np.ndarray, *, first: int, seed: int, shuffle: bool
+    ) -> None:
         self.source = source
-        self.members: Sequence[int] = range(first, first + members) if isinstance(members, int) else members
+        self.members: Sequence[int] | np.ndarray = (
+            range(first, first + members) if isinstance(members, int) else members
+        )
         self.size: int | None = len(self.members)
         self._seed, self._shuffle = seed, shuffle
         self._key = (0, 0)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from swift.data.order import ORDER_VERSION, FeistelOrder
-from swift.data.packing import pack, packing_efficiency
+from swift.data.packing import pack
 from swift.data.rows import RowRef
 
 # Examples are sorted by length inside windows of this many steps when they are grouped by length.
@@ -65,7 +65,7 @@ class Loader(Protocol):
 
     Attributes:
         epoch, consumed: position of the next step: the epoch, from 0, and the units of it that were used.
-        longest: no example has more tokens.
+        largest_micro_batch: no micro-batch has more tokens, padding included.
         identity: what decides the order; a resumed run must have the same.
     """
 
@@ -76,7 +76,7 @@ class Loader(Protocol):
     @property
     def global_units(self) -> int: ...
     @property
-    def longest(self) -> int: ...
+    def largest_micro_batch(self) -> int: ...
     @property
     def identity(self) -> tuple[Any, ...]: ...
     def next_step(self) -> list[Batch]: ...
@@ -84,6 +84,7 @@ class Loader(Protocol):
     def load_state(self, state: dict[str, Any]) -> None: ...
     def outlook(self, epoch: int) -> Outlook: ...
     def metrics(self) -> dict[str, float]: ...
+    def summary(self) -> dict[str, Any] | None: ...
     def close(self) -> None: ...
 
 
@@ -254,9 +255,13 @@ class TrainLoader:
         return self.layout.units_per_micro_batch * self.layout.micro_batches * self.world_size
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest example."""
-        return int(self.examples.lengths.max())
+    def largest_micro_batch(self) -> int:
+        """Tokens of the largest micro-batch that can come, padding included."""
+        size, lengths = self.layout.units_per_micro_batch, self.examples.lengths
+        if self.layout.packing_length:
+            return size * self.layout.packing_length
+        longest = np.sort(lengths)[-size:]
+        return int(longest.sum()) if self.layout.padding_free else size * int(longest[-1])
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -304,6 +309,10 @@ class TrainLoader:
     def metrics(self) -> dict[str, float]:
         """Nothing to report: the ledger said it all before step 1."""
         return {}
+
+    def summary(self) -> dict[str, Any] | None:
+        """Nothing either, for the same reason."""
+        return None
 
     def close(self) -> None:
         """End the threads."""
@@ -385,7 +394,7 @@ class TrainLoader:
         """Share of slots that hold tokens: of packed rows, or of padded micro-batches; 1 for padding-free ones."""
         lengths = self.examples.lengths
         if self.layout.packing_length:
-            return packing_efficiency(self._ordered(epoch)[0], lengths, self.layout.packing_length)
+            return float(lengths.sum(dtype=np.int64)) / (self.num_units(epoch) * self.layout.packing_length)
         if self.layout.padding_free:
             return 1.0
         order = [unit[0] for unit in self.units(epoch)]

@@ -7,6 +7,7 @@ the number of processes changes nothing but the time.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import signal
 import threading
@@ -24,7 +25,7 @@ import orjson
 
 from swift.core.errors import DataError
 from swift.data.readers import RawRow, parse_raw
-from swift.data.rows import Row, RowProblem, RowRef
+from swift.data.rows import Row, RowProblem, RowRef, excerpt
 from swift.data.selfcog import Identity, fill_identity
 from swift.data.shapes import RowOptions, normalise_row
 
@@ -86,6 +87,7 @@ class RowResult:
     lengths: list[int] = field(default_factory=list)
     truncated: int = 0
     facts: RowFacts | None = None
+    difficulty: float = 0.0
 
 
 @dataclass
@@ -103,11 +105,13 @@ class ChunkResult:
 
 @dataclass
 class Task:
-    """What is done with each row: how it is read, what encodes it (None: nothing does), whether facts are wanted."""
+    """What is done with each row: how it is read, what encodes it (None: nothing does), whether facts are wanted, and
+    the column that says how difficult it is."""
 
     options: RowOptions
     encoder: Encoder | None
     facts: bool = False
+    difficulty: str | None = None
 
     def run(self, chunk: Chunk) -> ChunkResult:
         """Parse, normalise and encode a chunk."""
@@ -133,6 +137,9 @@ class Task:
         if chunk.identity:
             fill_identity(row, chunk.identity)
             unused.discard("tag")
+        if self.difficulty is not None:
+            fate.difficulty = _difficulty(record, self.difficulty)
+            unused.discard(self.difficulty)
         result.unused.update(sorted(unused))  # sets have another order in every process
         if self.facts:
             fate.facts = _facts(row)
@@ -171,6 +178,21 @@ def _examples(encoded: list[Encoded] | RowProblem) -> list[Encoded]:
             "raise --max_length, or choose another --truncation_strategy",
         )
     raise RowProblem("all_masked", "no token of this row is trained", 'check its "loss" marks, and --loss_scale')
+
+
+def _difficulty(record: dict[str, Any], column: str) -> float:
+    value = record.get(column)
+    try:
+        number = float(value) if isinstance(value, (int, float, str)) else math.nan
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isfinite(number):
+        return number
+    raise RowProblem(
+        "no_difficulty",
+        f"the column {column!r}, by which --curriculum sorts, holds no number: {excerpt(value)}",
+        'give every row one, or use {"difficulty": "length"}',
+    )
 
 
 def _facts(row: Row) -> RowFacts:

@@ -53,6 +53,7 @@ class Intake(Protocol):
     def dump(self, item: Item) -> Any: ...
     def load(self, value: Any) -> Item: ...
     def metrics(self) -> dict[str, float]: ...
+    def summary(self) -> dict[str, Any] | None: ...
     def nothing_left(self) -> SwiftError: ...
     def close(self) -> None: ...
 
@@ -110,6 +111,10 @@ class StoredIntake:
     def metrics(self) -> dict[str, float]:
         """Shares in force, where they change."""
         return share_metrics(self.documents.mixture, self.documents.drawn)
+
+    def summary(self) -> dict[str, Any] | None:
+        """Nothing: the ledger said it all before step 1."""
+        return None
 
     def nothing_left(self) -> SwiftError:
         """Can't be: prepared data has examples."""
@@ -319,11 +324,16 @@ class FileIntake:
             | share_metrics(self.documents.mixture, self._taken)
         )
 
-    def close(self) -> None:
-        """End the processes, and write what was counted."""
+    def summary(self) -> dict[str, Any] | None:
+        """What became of the rows that were taken."""
         for flow in self.documents.flows:
             for name, why in flow.bad.items() if isinstance(flow, FileFlow) else ():
                 self.ledger.note(f"{name} was left: {why}")
+        return {"words": self.ledger.render(), "ledger": self.ledger.summary()}
+
+    def close(self) -> None:
+        """End the processes, and write what was counted."""
+        self.summary()
         self.ledger.close()
         self.workers.__exit__()
 

@@ -28,6 +28,7 @@ class StreamLoader:
         identity: what decides the order of documents; the loader adds what decides the units.
         longest: no example has more tokens.
         outlook: what is known of an epoch.
+        facts: what was decided when the run began and must stay so; saved with the state.
     """
 
     def __init__(
@@ -40,10 +41,12 @@ class StreamLoader:
         outlook: Outlook,
         rank: int = 0,
         world_size: int = 1,
+        facts: dict[str, Any] | None = None,
     ) -> None:
         self.intake = intake
         self.layout = layout
-        self.longest = longest
+        self.facts = facts or {}
+        self._longest = longest
         self.rank, self.world_size = rank, world_size
         self.epoch = self.consumed = 0
         self._identity = identity
@@ -61,6 +64,11 @@ class StreamLoader:
     def identity(self) -> tuple[Any, ...]:
         """What decides which units come, and in which order."""
         return (*self._identity, self.layout.packing_length, self.layout.shuffle)
+
+    @property
+    def largest_micro_batch(self) -> int:
+        """Tokens of the largest micro-batch that can come, padding included."""
+        return self.layout.units_per_micro_batch * (self.layout.packing_length or self._longest)
 
     def next_step(self) -> list[Batch]:
         """This rank's micro-batches of the next step; moves on behind it.
@@ -111,6 +119,7 @@ class StreamLoader:
             "open": [[number, [dump(item) for item in row]] for number, row in self._open.rows()],
             "following": self._open.following,
             "intake": self.intake.state(),
+            "facts": self.facts,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -135,6 +144,10 @@ class StreamLoader:
     def metrics(self) -> dict[str, float]:
         """What there is to log beside the loss."""
         return self.intake.metrics()
+
+    def summary(self) -> dict[str, Any] | None:
+        """What became of the rows: `words` for the user, and `ledger`, the counts."""
+        return self.intake.summary()
 
     def close(self) -> None:
         """End the processes that encode, and finish the ledger."""

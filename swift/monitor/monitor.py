@@ -106,7 +106,7 @@ class RunMonitor(Monitor):
         self._record({**metrics})
         if self._tensorboard is not None:
             self._tensorboard.add(step, {_tag(name): value for name, value in metrics.items() if _is_number(value)})
-        words = [f"step {step}/{self._plan.get('total_steps', '?')}", *text.metric_words(metrics)]
+        words = [f"step {step}/{self._plan.get('total_steps') or '?'}", *text.metric_words(metrics)]
         if self._pace is not None and "loss" in metrics:
             words.append(f"eta {text.duration(self._pace.eta_s())}")
         self._say("  ".join(words))
@@ -172,17 +172,17 @@ def header_lines(plan: dict[str, Any], resumed_step: int | None) -> list[str]:
     lines = [" · ".join(filter(None, [f"swift {__version__}", str(plan.get("model", "")), where]))]
     if plan.get("trainable"):
         lines.append(f"trains  {plan['trainable']}")
-    data = []
+    data, about = [], "about " if plan.get("estimated") else ""
     if plan.get("examples") is not None:
-        data.append(f"{plan['examples']} examples")
+        data.append(f"{about}{plan['examples']} examples")
     if plan.get("tokens_per_epoch"):
-        data.append(f"{text.count(plan['tokens_per_epoch'])} tokens an epoch")
+        data.append(f"{about}{text.count(plan['tokens_per_epoch'])} tokens an epoch")
     if plan.get("batch"):
         data.append(str(plan["batch"]))
     if data:
         lines.append("data    " + " · ".join(data))
     if plan.get("total_steps"):
-        steps = f"steps   {plan['total_steps']}"
+        steps = f"steps   {about}{plan['total_steps']}"
         if plan.get("steps_per_epoch"):
             steps += f" ({number_of_epochs(plan)} epochs of {plan['steps_per_epoch']})"
         if resumed_step is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,20 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from swift.checkpoint import set_aside
+from swift.checkpoint.data import read_data_state
 from swift.config import save_config
 from swift.config.commands import SftConfig
 from swift.config.training import EvalConfig
 from swift.core.errors import CheckpointError
 from swift.core.files import human_bytes
+from swift.data.augment.rows import augmenting
 from swift.data.dataset import Prepared, TokenDataset, load_prepared, prepare_datasets
 from swift.data.encode import ChatEncoder
-from swift.data.loader import TrainLoader
+from swift.data.loader import Loader
 from swift.data.selection import Progress
+from swift.data.sources import resolve_sources
+from swift.data.streaming import StreamSet, open_stream
+from swift.data.train_set import Place, PreparedSet, TrainSet
 from swift.distributed.heartbeat import Heartbeat, Watch
 from swift.models.adapters import load_adapter_weights, save_adapter
 from swift.models.elementwise import enable_fast_elementwise
@@ -42,7 +47,7 @@ from swift.objectives import build_objective
 from swift.objectives.linear_cross_entropy import chunk_rows
 from swift.optim import build_optimizer, build_schedule
 from swift.training.module import TrainModule, decoder_owner
-from swift.training.plan import DataIdentity, build_layout, total_steps
+from swift.training.plan import DataIdentity, build_layout, run_length
 from swift.training.saver import RunSaver
 from swift.training.session import Session, model_label
 from swift.training.trainer import Callback, Trainer, TrainerParts
@@ -58,7 +63,7 @@ class Data:
     model_path: Path
     tokenizer: PreTrainedTokenizerBase
     encoder: ChatEncoder
-    train: TokenDataset
+    train: TrainSet
     val: TokenDataset | None
     prepared: Prepared
 
@@ -88,15 +93,16 @@ def build_data(config: SftConfig, session: Session) -> Data:
     encoder = ChatEncoder(tokenizer, config.template)
     prepared = _prepare_once(config, session, encoder)
     session.notes += encoder.notices
-    _keep_thinking_switch(config, session, prepared)
-    if session.group.main:
+    train = build_train_set(config, session, encoder, prepared)
+    _keep_thinking_switch(config, session, train.encoding)
+    if session.group.main and prepared.ledger.sources:
         session.monitor.event("data", prepared.ledger.render(), ledger=prepared.ledger.summary())
-    return Data(model_path, tokenizer, encoder, prepared.train, prepared.val, prepared)
+    return Data(model_path, tokenizer, encoder, train, prepared.val, prepared)
 
 
-def _keep_thinking_switch(config: SftConfig, session: Session, prepared: Prepared) -> None:
+def _keep_thinking_switch(config: SftConfig, session: Session, encoding: Mapping[str, int]) -> None:
     """Write down how the rows were asked, if all were asked alike, so that inference asks the same way."""
-    asked = {kind: prepared.ledger.encoding.get(f"asked_{kind}", 0) for kind in ("thinking", "not_thinking")}
+    asked = {kind: encoding.get(f"asked_{kind}", 0) for kind in ("thinking", "not_thinking")}
     if config.template.enable_thinking is None and bool(asked["thinking"]) != bool(asked["not_thinking"]):
         thinking = bool(asked["thinking"])
         session.ask_thinking = thinking
@@ -130,6 +136,28 @@ def _prepare_once(config: SftConfig, session: Session, encoder: ChatEncoder) -> 
     session.at_close.append(lambda: shutil.rmtree(cache, ignore_errors=True))  # mapped until then
     fingerprint = group.from_main(prepare, watch=Watch(pulse, "rank 0 prepares the data").check)
     return mine[0] if group.main else load_prepared(cache, fingerprint)
+
+
+def build_train_set(config: SftConfig, session: Session, encoder: ChatEncoder, prepared: Prepared) -> TrainSet:
+    """What is trained on: the examples that were prepared, or files that are read while training."""
+    seed = data_seed(config)
+    if not config.data.streaming:
+        return PreparedSet(
+            prepared.train, prepared.parts, config.data, seed, prepared.difficulty, prepared.ledger.encoding
+        )
+    sources, held_out = resolve_sources(config.data)
+    augmented = augmenting(encoder, config.data, seed=seed, train=sources, validation=held_out)
+    saved = None
+    if session.resumed is not None and session.continues:
+        saved = read_data_state(session.resumed.path).get("facts")
+
+    def look(facts: dict[str, Any] | None) -> StreamSet:
+        return open_stream(sources, config.data, config.template, augmented, seed=seed, saved=facts)
+
+    found = session.group.from_main(lambda: look(saved).saved_facts())
+    train = look(found)
+    train.ledger_path = session.run_dir / "ledger.jsonl" if session.group.main else None
+    return train
 
 
 def _show_progress(session: Session, heartbeat: Heartbeat) -> Callable[[Progress], None]:
@@ -183,7 +211,7 @@ def build_model(config: SftConfig, session: Session, data: Data) -> Model:
         autocast=session.precision.autocast,
     )
     session.notes += notes
-    beyond = check_context(causal_lm.config, int(data.train.lengths.max()))
+    beyond = check_context(causal_lm.config, data.train.longest)
     session.notes += [beyond] if beyond else []
     fix_ends(causal_lm, data.encoder.stop_token_ids())
     seed_everything(config.training.seed)  # adapters start from the same numbers whatever was drawn before
@@ -205,8 +233,16 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
         padding_free=model.padding_free,
         pad_token_id=int(data.tokenizer.pad_token_id or 0),
     )
-    seed = data_seed(config)
-    loader = TrainLoader(data.train, layout, seed=seed, rank=group.rank, world_size=group.world_size)
+    position = read_data_state(session.resumed.path) if session.resumed is not None and session.continues else {}
+    batching = config.batching
+    place = Place(
+        group.rank,
+        group.world_size,
+        group.gather,
+        batching.dataloader_num_workers,
+        batching.dataloader_prefetch_factor,
+    )
+    loader = data.train.loader(layout, place, position.get("facts"))
     _save_memory(config, session, data, model, loader)
     objective = build_objective(config.objective)
     module = TrainModule(
@@ -217,7 +253,8 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
         evaluation=objective.evaluation(),
         neftune_alpha=config.objective.neftune_noise_alpha,
     )
-    steps = total_steps(config, loader, session.state)
+    length = run_length(config, loader, session.state)
+    steps = length.total_steps
     set_total_steps(model.whole, steps)
     saver = build_saver(config, session, data, model)
     if session.resumed is not None:
@@ -230,6 +267,8 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
     )
     identity = DataIdentity.of(data.train.digest(), loader)
     _check_identity(session, identity)
+    if position:
+        loader.load_state(position)
     _note_changes(session, loader, steps)
     session.state.data_fingerprint, session.state.layout = identity.rows, identity.order
     step_callback = adapter_step_callback(model.whole)
@@ -248,7 +287,7 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
         checkpoint=config.checkpoint,
         evaluation=evaluation,
         logging_steps=config.monitor.logging_steps,
-        total_steps=steps,
+        length=length,
         eval_examples=data.val,
         eval_tokens_per_batch=_eval_tokens(config),
         regularizer=adapter_regularizer(model.whole),
@@ -265,6 +304,8 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
         for path in set_aside(session.run_dir, session.state.step) if session.continues else []:
             session.notes.append(f"set aside: {path} (this run goes on from an earlier step)")
         save_config(config, session.run_dir)
+    words = loader.outlook(session.state.epoch).words
+    session.notes += [words] if words else []
     session.monitor.start(_plan(config, session, data, model, trainer))
     return trainer
 
@@ -280,13 +321,12 @@ class AfterStep(Callback):
             self.run(trainer.state.step + 1)
 
 
-def _save_memory(config: SftConfig, session: Session, data: Data, model: Model, loader: TrainLoader) -> None:
+def _save_memory(config: SftConfig, session: Session, data: Data, model: Model, loader: Loader) -> None:
     """Decide on recompute from an estimate; compile if asked to."""
-    largest = _largest_micro_batch(loader)
     estimate = estimate_memory(
         model.whole,
         model.causal_lm.config,
-        tokens=largest,
+        tokens=loader.largest_micro_batch,
         dtype=session.precision.compute,
         logits_rows=chunk_rows(model.causal_lm.config.get_text_config().vocab_size, config.objective.loss_chunk_size),
     )
@@ -304,16 +344,6 @@ def _save_memory(config: SftConfig, session: Session, data: Data, model: Model, 
         session.notes.append("the layers are compiled in the first steps, which take half a minute or more")
 
 
-def _largest_micro_batch(loader: TrainLoader) -> int:
-    """Tokens of the largest micro-batch that can come, padding included."""
-    layout, lengths = loader.layout, loader.examples.lengths
-    size = layout.units_per_micro_batch
-    if layout.packing_length:
-        return size * layout.packing_length
-    longest = sorted(lengths.tolist(), reverse=True)[:size]
-    return sum(longest) if layout.padding_free else size * longest[0]
-
-
 def _eval_tokens(config: SftConfig) -> int:
     size = config.eval.per_device_eval_batch_size or config.training.per_device_train_batch_size
     return max(1, size) * config.template.max_length
@@ -328,7 +358,10 @@ def _check_identity(session: Session, identity: DataIdentity) -> None:
     if state.data_fingerprint != identity.rows:
         wrong.append("the encoded rows differ (other files, template, max_length or columns)")
     if state.layout != identity.order:
-        wrong.append("their order differs (seed, packing, shuffling or grouping)")
+        wrong.append(
+            "their order differs (seed, packing, shuffling, grouping, mixing or streaming; or another version of this "
+            "program began the run)"
+        )
     if wrong:
         raise CheckpointError(
             "this run would not go on with the data that the checkpoint stopped at: " + "; ".join(wrong),
@@ -337,7 +370,7 @@ def _check_identity(session: Session, identity: DataIdentity) -> None:
         )
 
 
-def _note_changes(session: Session, loader: TrainLoader, steps: int) -> None:
+def _note_changes(session: Session, loader: Loader, steps: int) -> None:
     """Say in what a resumed run is not the exact continuation of the first one."""
     state, group = session.state, session.group
     if not session.continues:
@@ -404,13 +437,15 @@ def _plan(config: SftConfig, session: Session, data: Data, model: Model, trainer
     loader, group = trainer.parts.loader, session.group
     layout = loader.layout
     unit = f"rows of {layout.packing_length} tokens" if layout.packing_length else "examples"
-    upto = "up to " if loader.num_units(trainer.state.epoch) % loader.global_units else ""
+    outlook, length = loader.outlook(trainer.state.epoch), trainer.parts.length
+    upto = "up to " if not outlook.exact or (outlook.units or 0) % loader.global_units else ""
     batch = f"{upto}{loader.global_units} {unit} a step"
     shares = [f"{layout.units_per_micro_batch} x {layout.micro_batches} accumulated"]
     if group.world_size > 1:
         shares.append(f"x {group.world_size} processes")
     how = "packed" if layout.packing_length else "padding-free" if layout.padding_free else "padded"
-    batch += f" ({' '.join(shares)}; {how}, {100 * loader.efficiency(trainer.state.epoch):.1f} % of slots used)"
+    used = f", {100 * outlook.efficiency:.1f} % of slots used" if outlook.efficiency is not None else ""
+    batch += f" ({' '.join(shares)}; {how}{used})"
     trainable = model.trainable
     return {
         "model": model_label(config),
@@ -418,11 +453,12 @@ def _plan(config: SftConfig, session: Session, data: Data, model: Model, trainer
         "precision": session.precision.name,
         "trainable": f"{trainable['trainable']:,} of {trainable['total']:,} parameters ({trainable['percent']:.3g} %), "
         f"{config.tuner.tuner_type}",
-        "examples": len(data.train),
-        "tokens_per_epoch": int(data.train.lengths.sum()),
+        "examples": outlook.examples,
+        "tokens_per_epoch": outlook.tokens,
         "batch": batch,
-        "total_steps": trainer.parts.total_steps,
-        "steps_per_epoch": loader.steps_in_epoch(trainer.state.epoch),
+        "total_steps": length.total_steps,
+        "steps_per_epoch": -(-outlook.units // loader.global_units) if outlook.units else None,
+        "estimated": not outlook.exact,
         "run_dir": str(session.run_dir),
         "memory": human_bytes(session.device.memory_bytes),
         "notes": session.notes,

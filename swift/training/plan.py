@@ -12,7 +12,7 @@ from swift.checkpoint import RunState
 from swift.checkpoint.store import SUPERSEDED
 from swift.config.commands import SftConfig
 from swift.core.errors import UsageError
-from swift.data.loader import Layout, TrainLoader
+from swift.data.loader import Layout, Loader, Outlook
 
 # Examples per optimizer step when the user gives no accumulation.
 DEFAULT_EXAMPLES_PER_STEP = 16
@@ -49,22 +49,89 @@ def build_layout(config: SftConfig, *, world_size: int, padding_free: bool, pad_
     )
 
 
-def total_steps(config: SftConfig, loader: TrainLoader, state: RunState) -> int:
-    """Optimizer steps of the whole run: `max_steps`, else those done plus those left of `num_train_epochs`.
+@dataclass(frozen=True)
+class RunLength:
+    """When a run is over.
 
-    Counting what is left in units, not in steps, keeps the epochs whole when a resumed run takes larger or smaller
-    steps than the first one did. A part of an epoch counts as begun.
+    Attributes:
+        total_steps: its optimizer steps; an estimate where `epochs` decides.
+        epochs: passes over the data after which it ends, however many steps they turn out to take; None where the
+            number of steps decides.
+        units_per_epoch: as far as known.
     """
-    if config.training.max_steps > 0:
-        return config.training.max_steps
+
+    total_steps: int
+    epochs: float | None = None
+    units_per_epoch: int | None = None
+
+    def epochs_done(self, state: RunState) -> float:
+        """Epochs that were trained on, such as 1.25."""
+        if self.units_per_epoch is None:
+            return float(state.epoch)
+        return state.epoch + min(state.consumed / self.units_per_epoch, 0.9999)  # the estimate may be too low
+
+    def reached(self, state: RunState) -> bool:
+        """Whether a run in this state is over."""
+        if self.epochs is None:
+            return state.step >= self.total_steps
+        return self.epochs_done(state) >= self.epochs - 1e-9
+
+
+def run_length(config: SftConfig, loader: Loader, state: RunState) -> RunLength:
+    """How long the run is: `max_steps`, else `num_train_epochs`.
+
+    Where the units of an epoch are known, the steps of all epochs are added up: those done plus those left. Counting
+    what is left in units, not in steps, keeps the epochs whole when a resumed run takes larger or smaller steps than
+    the first one did. A part of an epoch counts as begun. Where they are estimated, the steps are an estimate on which
+    the schedule of the learning rate hangs, and the run ends when the data of its epochs do.
+
+    Raises:
+        UsageError: nobody can know how long the epochs are, and the schedule would have to.
+    """
+    training, optimizer = config.training, config.optimizer
+    outlook = loader.outlook(state.epoch)
+    if training.max_steps > 0:
+        return RunLength(training.max_steps, None, outlook.units)
+    if outlook.exact:
+        return RunLength(_counted_steps(config, loader, state), None, outlook.units)
+    if outlook.units is None:
+        constant = optimizer.lr_scheduler_type in ("constant", "constant_with_warmup")
+        if not constant or (optimizer.warmup_ratio and not optimizer.warmup_steps):
+            raise UsageError(
+                f"the schedule needs the number of steps, and {outlook.words}",
+                where="--max_steps",
+                fix="give --max_steps, or --lr_scheduler_type constant (with --warmup_steps for a warm-up)",
+            )
+        return RunLength(0, training.num_train_epochs, None)
+    return RunLength(
+        _estimated_steps(training.num_train_epochs, outlook, loader, state), training.num_train_epochs, outlook.units
+    )
+
+
+def _counted_steps(config: SftConfig, loader: Loader, state: RunState) -> int:
     whole, part = divmod(config.training.num_train_epochs, 1)
     steps = state.step
     for epoch in range(state.epoch, int(whole) + 1):
         share = 1.0 if epoch < int(whole) else part
-        units = math.ceil(share * loader.num_units(epoch) - 1e-9)  # 0.1 of 10 is one, however 0.1 is rounded
+        if not share:
+            break
+        units = math.ceil(share * (loader.outlook(epoch).units or 0) - 1e-9)  # 0.1 of 10 is one, however 0.1 is rounded
         units -= state.consumed if epoch == state.epoch else 0
         steps += -(-max(0, units) // loader.global_units)
     return max(1, steps)
+
+
+def _estimated_steps(epochs: float, outlook: Outlook, loader: Loader, state: RunState) -> int:
+    """The same number before and after a resume, as long as a step takes as many units."""
+    assert outlook.units is not None
+    whole, part = divmod(epochs, 1)
+    steps = int(whole) * -(-outlook.units // loader.global_units) + math.ceil(
+        part * outlook.units / loader.global_units
+    )
+    if state.global_units in (0, loader.global_units):
+        return max(1, steps)
+    left = epochs - state.epoch - min(1.0, state.consumed / outlook.units)
+    return max(1, state.step + math.ceil(left * outlook.units / loader.global_units))
 
 
 def run_folder(config: SftConfig, model_name: str, continued: Path | None) -> Path:
@@ -90,12 +157,6 @@ class DataIdentity:
     order: str
 
     @classmethod
-    def of(cls, dataset_fingerprint: str, loader: TrainLoader) -> DataIdentity:
-        """`rows` identifies the encoded examples, `order` in which order an epoch takes them.
-
-        Only grouping by length makes the order depend on how many examples a step takes.
-        """
-        layout = loader.layout
-        grouped = layout.group_by_length and loader.global_units
-        order = (loader.seed, layout.packing_length, layout.shuffle, grouped)
-        return cls(dataset_fingerprint, hashlib.sha256(repr(order).encode()).hexdigest()[:16])
+    def of(cls, rows: str, loader: Loader) -> DataIdentity:
+        """`rows` identifies the encoded examples; the loader knows what decides in which order an epoch takes them."""
+        return cls(rows, hashlib.sha256(repr(loader.identity).encode()).hexdigest()[:16])

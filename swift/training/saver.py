@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from swift.checkpoint import load_tensors, prune, save_checkpoint, save_tensors
+from swift.checkpoint.data import DATA_FILE, write_data_state
 from swift.checkpoint.state import FILE_NAME as STATE_FILE
 from swift.checkpoint.store import link
 from swift.core.errors import CheckpointError
@@ -129,8 +130,9 @@ class RunSaver:
         torch.save(random_states, folder / RANDOM_FILE)
         trainer.state.world_size = trainer.parts.group.world_size
         trainer.state.global_units = trainer.parts.loader.global_units
-        trainer.state.total_steps = trainer.parts.total_steps
+        trainer.state.total_steps = trainer.parts.length.total_steps
         trainer.state.optimizer = type(trainer.parts.optimizer).__name__
+        write_data_state(folder / DATA_FILE, trainer.parts.loader.state())
         (folder / STATE_FILE).write_text(trainer.state.to_json())
 
     def _needed_bytes(self, trainer: Trainer) -> int:

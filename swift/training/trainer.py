@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from swift.checkpoint import RunState
 from swift.config.training import CheckpointConfig, EvalConfig, TrainingConfig
 from swift.core.errors import NumericsError
-from swift.data.loader import Batch, Examples, TrainLoader
+from swift.data.loader import Batch, Examples, Loader
 from swift.distributed import ProcessGroup
 from swift.monitor import Monitor
 from swift.objectives import LossTerms
@@ -36,6 +36,7 @@ from swift.optim.optimizers import set_rate
 from swift.optim.schedules import Schedule
 from swift.training.diagnose import dump_nonfinite, peak_memory_gib, return_free_memory
 from swift.training.evaluate import evaluate
+from swift.training.plan import RunLength
 from swift.training.precision import Precision
 from swift.training.stop import StopRequest
 
@@ -74,7 +75,7 @@ class TrainerParts:
     module: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: Schedule
-    loader: TrainLoader
+    loader: Loader
     group: ProcessGroup
     monitor: Monitor
     precision: Precision
@@ -84,7 +85,7 @@ class TrainerParts:
     checkpoint: CheckpointConfig
     evaluation: EvalConfig
     logging_steps: int
-    total_steps: int
+    length: RunLength
     eval_examples: Examples | None = None
     eval_tokens_per_batch: int = 4096
     regularizer: Callable[[], torch.Tensor] | None = None
@@ -154,6 +155,12 @@ class Trainer:
 
     def fit(self) -> FitResult:
         """Train until the last step, an early stop, or a signal; save; tell how it went."""
+        try:
+            return self._fit()
+        finally:
+            self.parts.loader.close()
+
+    def _fit(self) -> FitResult:
         parts, state = self.parts, self.state
         started, first_step, first_tokens = time.perf_counter(), state.step, state.tokens
         parts.module.train()
@@ -161,9 +168,9 @@ class Trainer:
         if parts.evaluation.eval_on_start and state.step == 0 and parts.eval_examples is not None:
             self._evaluate()
         with StopRequest() as self.stop_request:
-            while state.step < parts.total_steps and self.status == "finished":
-                self.train_step(self._next_batches())
-                if self._stop_asked() and state.step < parts.total_steps:
+            while not self._ended() and self.status == "finished":
+                self.train_step(parts.loader.next_step())
+                if self._stop_asked() and not self._ended():
                     self.status = "interrupted"
             if self.status == "interrupted" and parts.checkpoint.save_only_model:
                 self._saved_step = None  # what was saved at this step can't be resumed
@@ -171,6 +178,8 @@ class Trainer:
                 self._save()
             if parts.evaluation.load_best_model_at_end and self.status != "interrupted":
                 parts.saver.load_best(self)
+        if (rows := parts.loader.summary()) is not None:
+            parts.monitor.event("data", rows["words"], ledger=rows["ledger"])
         seconds = time.perf_counter() - started
         return FitResult(
             status=self.status,
@@ -299,9 +308,7 @@ class Trainer:
         self._step_sums.learning_rate = parts.optimizer.param_groups[0]["lr"]
         state.step += 1
         state.tokens += self._step_sums.tokens
-        state.consumed += loader.global_units
-        if state.consumed >= loader.num_units(state.epoch):
-            state.epoch, state.consumed = state.epoch + 1, 0
+        state.epoch, state.consumed = loader.epoch, loader.consumed
         set_rate(parts.optimizer, parts.schedule.factor(state.step))
 
     @phase
@@ -310,7 +317,7 @@ class Trainer:
         parts, state, sums = self.parts, self.state, self._step_sums
         self._window.add(sums)
         epoch_ended = state.consumed == 0
-        ending = state.step >= parts.total_steps
+        ending = self._ended()
         if math.isfinite(sums.loss):  # a step that was left out has nothing to show
             shown = {"loss": sums.loss / sums.weight, "learning_rate": sums.learning_rate, "grad_norm": self.grad_norm}
             parts.monitor.progress(state.step, shown)
@@ -330,19 +337,20 @@ class Trainer:
             return epoch_ended or ending
         return strategy == "steps" and (ending or (bool(every) and self.state.step % (every or 1) == 0))
 
-    def _next_batches(self) -> list[Batch]:
-        return self.parts.loader.batches(self.state.epoch, self.state.consumed)
+    def _ended(self) -> bool:
+        """Whether the last step was done."""
+        return self.parts.length.reached(self.state)
 
     def _log(self) -> None:
         parts, state = self.parts, self.state
-        units = parts.loader.num_units(state.epoch)
         values = self._window.metrics()
         values |= {
             "learning_rate": self._step_sums.learning_rate,
             "grad_norm": self.grad_norm,
-            "epoch": round(state.epoch + state.consumed / units, 4),
+            "epoch": round(parts.length.epochs_done(state), 4),
             "memory_gib": peak_memory_gib(self.device),
             "num_tokens": state.tokens,
+            **parts.loader.metrics(),
         }
         values |= {f"seconds_{name}": seconds for name, seconds in self.phase_seconds.items() if seconds}
         self.phase_seconds = dict.fromkeys(PHASES, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import pytest
 
@@ -29,6 +30,8 @@ def another_value(setting: Setting):
     if setting.is_dict:
         value = {"a": "b"}
         return value, [json.dumps(value)]
+    if setting.is_list and get_args(setting.base)[0] is float:
+        return [0.25, 2.0], ["0.25", "2.0"]
     if setting.is_list:
         value = [c for c in setting.choices if [c] != default][:1] or ["one", "two words"]
         return value, list(value)

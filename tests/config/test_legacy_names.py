@@ -48,9 +48,9 @@ def test_attention():
 @pytest.mark.parametrize(
     "words",
     [
-        "--load_from_cache_file true", "--lazy_tokenize false", "--dataloader_num_workers 4", "--check_model false",
+        "--load_from_cache_file true", "--lazy_tokenize false", "--dataloader_pin_memory true", "--check_model false",
         "--average_tokens_across_devices true", "--bf16 false", "--sequence_parallel_size 1", "--deepspeed none",
-        "--streaming false", "--task_type causal_lm", "--use_liger_kernel false", "--packing_strategy binpack",
+        "--task_type causal_lm", "--use_liger_kernel false", "--packing_strategy binpack",
         "--tuner_backend peft", "--freeze_vit true", "--push_to_hub false", "--save_safetensors",
     ],
 )  # fmt: skip
@@ -68,8 +68,6 @@ def test_satisfied_flags_are_accepted_with_a_note(words):
         ("--rlhf_type dpo", "being built"),
         ("--use_liger_kernel true", "leave it out"),
         ("--quant_method bnb", "unquantized"),
-        ("--streaming true", "leave it out"),
-        ("--streaming", "leave it out"),
         ("--average_tokens_across_devices false", "leave it out"),
         ("--vllm_max_model_len 5", "transformers"),
         ("--report_to wandb", "tensorboard"),

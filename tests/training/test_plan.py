@@ -6,7 +6,7 @@ import pytest
 from swift.checkpoint import RunState
 from swift.config import SftConfig
 from swift.data.loader import Layout, TrainLoader
-from swift.training.plan import DataIdentity, total_steps
+from swift.training.plan import DataIdentity, run_length
 
 
 class Rows:
@@ -21,7 +21,7 @@ def steps(count, epochs, *, size=1, state=None, packing_length=0):
     config = SftConfig()
     config.training.num_train_epochs = epochs
     loader = TrainLoader(Rows(count), Layout(size, packing_length=packing_length), seed=0)
-    return total_steps(config, loader, state or RunState())
+    return run_length(config, loader, state or RunState()).total_steps
 
 
 @pytest.mark.parametrize(
