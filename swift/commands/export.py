@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.commands.precheck import precheck
 from swift.config.commands import ExportConfig
+from swift.config.data import DataConfig
 from swift.config.files import to_flat
 from swift.core.errors import DataError, UsageError
 from swift.core.files import disk_errors, fsync_dir, human_bytes, write_atomic
@@ -40,11 +41,11 @@ def main(config: ExportConfig) -> int:
             where="swift export",
             fix="--to_cached_dataset true writes token shards; `swift merge-lora` merges adapters",
         )
-    faults = [
-        name for name, value in (("output_dir", config.export.output_dir), ("model", config.model.model)) if not value
-    ]
-    if faults:
-        raise UsageError(f"an export needs --{faults[0]}", where=f"--{faults[0]}", fix=f"--{faults[0]} FOLDER")
+    needed = {"model": config.model.model, "dataset": config.data.dataset, "output_dir": config.export.output_dir}
+    for name, value in needed.items():
+        if not value:
+            what = "FILE.jsonl" if name == "dataset" else "FOLDER"
+            raise UsageError(f"an export needs --{name}", where=f"--{name}", fix=f"--{name} {what}")
     precheck(config)
     export_dataset(config)
     return 0
@@ -68,7 +69,8 @@ def export_dataset(config: ExportConfig) -> Path:
     encoder = ChatEncoder(load_tokenizer(resolve_model(config.model), config.model), template)
     for notice in encoder.notices:
         log.info("note: %s", notice)
-    fingerprint = data_fingerprint(config.data, template, encoder, config.export.seed)
+    data = DataConfig(**vars(config.data))
+    fingerprint = data_fingerprint(data, template, encoder, config.export.seed)
     lock = RunLock(output)
     try:
         found = read_export(output)
@@ -121,13 +123,14 @@ def _build(config: ExportConfig, encoder: ChatEncoder, output: Path, fingerprint
 
     work = output / _WORK
     shutil.rmtree(work, ignore_errors=True)
-    files = [file for source in chain(*resolve_sources(config.data)) for file in source.files]
+    data = DataConfig(**vars(config.data))
+    files = [file for source in chain(*resolve_sources(data)) for file in source.files]
     stamps = {file.location: stamp_of(file.location) for file in files}
     try:
         with disk_errors(work):
             work.mkdir(parents=True)
         prepared = prepare_datasets(
-            config.data,
+            data,
             config.template.of(config.export.cached_for),
             encoder,
             seed=config.export.seed,

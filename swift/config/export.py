@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from swift.config.data import DataConfig, TemplateConfig
+from swift.config.data import EncodedRowsConfig, TemplateConfig
 from swift.config.fields import setting
 from swift.config.model import ModelConfig
 
@@ -49,6 +49,6 @@ class ExportConfig:
     """Write a data set as token shards that training maps into memory."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    data: EncodedRowsConfig = field(default_factory=EncodedRowsConfig)
     template: ExportTemplateConfig = field(default_factory=ExportTemplateConfig)
     export: ExportRunConfig = field(default_factory=ExportRunConfig)

@@ -236,8 +236,14 @@ def test_settings_are_checked_before_anything_is_loaded(tiny_model_dir: Path, tm
         precheck(config)
     with pytest.raises(UsageError, match="are being built"):
         main(ExportConfig())
-    for name in ("output_dir", "model"):
-        given = {"to_cached_dataset": True, "output_dir": str(tmp_path / "o"), "model": str(tiny_model_dir), name: None}
+    for name in ("output_dir", "model", "dataset"):
+        given = {
+            "to_cached_dataset": True,
+            "dataset": ["x.jsonl"],
+            "output_dir": str(tmp_path / "o"),
+            "model": str(tiny_model_dir),
+            name: [] if name == "dataset" else None,
+        }
         with pytest.raises(UsageError, match=f"needs --{name}"):
             main(build_config(ExportConfig, given))
 
