@@ -61,11 +61,11 @@ class Prepared:
     def save(self, folder: Path) -> None:
         """Write everything to a folder, for `load_prepared`; the last file written marks it complete.
 
-        What `prepare_datasets` stored in a sub-folder of it isn't copied.
+        Tokens that lie in files already, stored by `prepare_datasets` or cached, aren't copied.
         """
         (folder / "prepared.json").unlink(missing_ok=True)
         for name, dataset in ((TRAIN, self.train), (VALIDATION, self.val)):
-            if dataset is not None and all(s.path and folder in s.path.parents for s, _ in dataset.shards):
+            if dataset is not None and all(shard.path is not None for shard, _ in dataset.shards):
                 dataset.save_view(folder / name)
             elif dataset is not None:
                 dataset.save(folder / name)

@@ -173,12 +173,15 @@ class Folder:
     manifest: dict[str, Any]
     shards: list[Shard] = field(default_factory=list)
     order: np.ndarray | None = None
+    _files: dict[int, list[str]] = field(default_factory=dict)
 
     def files_of(self, shard: Shard) -> list[str]:
         """The names of the row files that the refs of a shard number."""
         entry = self.manifest["shards"][next(i for i, each in enumerate(self.shards) if each is shard)]
         first = entry.get("first_file", 0)
-        return self.manifest["files"][first:] if first else self.manifest["files"]
+        if first not in self._files:  # one list for all shards that share it
+            self._files[first] = self.manifest["files"][first:]
+        return self._files[first]
 
 
 def open_folder(folder: Path) -> Folder:

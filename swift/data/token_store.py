@@ -179,14 +179,12 @@ class TokenDataset:
         return _joined(pieces)
 
     def save_view(self, folder: Path, meta: dict[str, Any] | None = None) -> None:
-        """Write which examples these are to a folder beside the one that holds them, and copy no token.
-
-        The shards must lie in one finished folder, and both folders move together.
-        """
-        (source,) = {shard.path.parent for shard, _ in self.shards if shard.path is not None}
-        counts = {"tokens": self.num_tokens, "trained_tokens": self.trained_tokens()}
+        """Write which examples these are to a folder, and copy no token: all shards must lie in finished folders, which
+        keep their place relative to this one."""
+        counts = {"examples": len(self), "tokens": self.num_tokens, "trained_tokens": self.trained_tokens()}
         counts["rows"] = len(np.unique(self.row_numbers()))
-        write_view(folder, source, self.order, counts | (meta or {}))
+        shards = [(shard.path, files) for shard, files in self.shards if shard.path is not None]
+        write_view(folder, shards, self.order, counts | (meta or {}))
 
     @classmethod
     def load(cls, folder: Path) -> TokenDataset:

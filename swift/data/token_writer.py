@@ -210,19 +210,32 @@ def write_manifest(
     return manifest
 
 
-def write_view(folder: Path, source: Path, order: np.ndarray | None, meta: dict[str, Any]) -> None:
-    """A folder without shards of its own: a selection from those of `source`, which it names by a relative path."""
-    manifest = read_manifest(source)
-    beside = os.path.relpath(source, folder)
-    manifest["order"] = None
-    for entry in manifest["shards"]:
-        entry["name"] = f"{beside}/{entry['name']}"
-        entry["files"] = {f"{beside}/{name}": known for name, known in entry["files"].items()}
+def write_view(
+    folder: Path, shards: Sequence[tuple[Path, list[str]]], order: np.ndarray | None, meta: dict[str, Any]
+) -> None:
+    """A folder without shards of its own: it names those of other folders, by relative paths.
+
+    Args:
+        folder: made when missing.
+        shards: the `.bin` file of each, and the names of the row files that its refs number.
+        order, meta: as in `ShardWriter.close`.
+    """
+    manifests: dict[Path, dict[str, Any]] = {}
+    entries: list[dict[str, Any]] = []
+    files: list[str] = []
+    bases: dict[int, int] = {}
+    for path, names in shards:
+        home = path.parent
+        if home not in manifests:
+            manifests[home] = read_manifest(home)
+        entry = next(dict(each) for each in manifests[home]["shards"] if Path(each["name"]).name == path.stem)
+        beside = os.path.relpath(home, folder)
+        entry["name"] = f"{beside}/{path.stem}"
+        entry["files"] = {f"{beside}/{Path(name).name}": known for name, known in entry["files"].items()}
+        if id(names) not in bases:
+            bases[id(names)] = len(files)
+            files += names
+        entries.append({**entry, "first_file": bases[id(names)]})
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    if order is not None:
-        file = _File(folder / ORDER)
-        file.write(order.astype("<i8"))
-        manifest["order"] = file.close()
-        manifest["examples"] = len(order)
-    write_atomic(folder / MANIFEST, json.dumps(manifest | meta, ensure_ascii=False, indent=1))
+    write_manifest(folder, entries, files, meta, order)

@@ -224,3 +224,23 @@ def test_another_format_and_a_damaged_manifest(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(DataError, match="can't be read"):
         TokenDataset.load(tmp_path / "d")
+
+
+def test_a_view_copies_nothing(tmp_path: Path) -> None:
+    examples = [plain([i, i + 1, i + 2]) for i in range(10)]
+    one = write(tmp_path / "a" / "one", examples[:6], shard_tokens=9)
+    two = write(tmp_path / "b" / "two", examples[6:])
+    for name, dataset in {
+        "whole": TokenDataset.join([one, two]),
+        "some": TokenDataset.join([one, two]).select([7, 0, 0, 5]),
+    }.items():
+        dataset.save_view(tmp_path / name)
+        loaded = TokenDataset.load(tmp_path / name)
+        assert content(loaded) == content(dataset) and loaded.digest() == dataset.digest()
+        assert [str(loaded.ref(i)) for i in range(len(loaded))] == [str(dataset.ref(i)) for i in range(len(dataset))]
+        assert not list((tmp_path / name).glob("*.bin"))
+        assert content(pickle.loads(pickle.dumps(loaded))) == content(dataset)
+        again = loaded.select([0, 2])  # a view of a view
+        again.save_view(tmp_path / f"{name}-again")
+        assert content(TokenDataset.load(tmp_path / f"{name}-again")) == content(again)
+        verify_folder(tmp_path / name)
