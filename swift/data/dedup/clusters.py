@@ -21,6 +21,7 @@ from swift.data.dedup.nodes import ROW_BITS, ROW_MASK
 from swift.data.dedup.runs import Chunk, Runs, RunWriter, records, starts_of
 
 MOST_LEADERS = 8  # members of one band's group that others are compared with
+_ROWS_MAPPED = 4096
 _SIGNATURES = "signatures.bin"
 _LENGTHS = "lengths.bin"
 _NO_CUTS = np.zeros(0, dtype=np.uint64)
@@ -55,10 +56,14 @@ def gather(folders: list[Path], name: str, dtype: str, width: int, nodes: np.nda
     out = np.empty((len(wanted), width), dtype=dtype)
     shards = (wanted >> np.uint64(ROW_BITS)).astype(np.int64)
     for shard in np.unique(shards).tolist():
-        inside = shards == shard
+        inside = np.flatnonzero(shards == shard)
         rows = (wanted[inside] & np.uint64(ROW_MASK)).astype(np.int64)
-        values = np.memmap(folders[shard] / name, dtype=dtype, mode="r").reshape(-1, width)
-        out[inside] = values[rows]
+        for start in range(0, len(rows), _ROWS_MAPPED):  # what is mapped and touched counts as memory of the process
+            part = rows[start : start + _ROWS_MAPPED]
+            first, count = int(part[0]), int(part[-1] - part[0]) + 1
+            offset = first * width * out.itemsize
+            values = np.memmap(folders[shard] / name, dtype=dtype, mode="r", offset=offset, shape=(count, width))
+            out[inside[start : start + len(part)]] = values[part - first]
     return out[places]
 
 

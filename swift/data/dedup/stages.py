@@ -43,9 +43,9 @@ def check_partitions(partitions: int | None) -> None:
 
 
 def runs_of(work: PhaseWork, phase: str, tasks: int, dtype: np.dtype, partition: int, name: str = "") -> Runs:
-    """One partition of what all tasks of an earlier phase left, with a third of the memory for holding it."""
+    """One partition of what all tasks of an earlier phase left, with a quarter of the memory for holding it."""
     folders = [work.result(phase, index) / name for index in range(tasks)]
-    return Runs(folders, dtype, partition, work.context.memory_bytes // 3)
+    return Runs(folders, dtype, partition, work.context.memory_bytes // 4)
 
 
 def joined(work: PhaseWork, shard: int, runs: Runs) -> Iterator[tuple[list[Document], dict[int, np.ndarray]]]:
@@ -88,9 +88,7 @@ def repeats(chunk: Chunk) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for rows in chunk.parts():
         starts = starts_of(rows["low"])  # a part is sorted
         for row in rows[starts]:
-            known = firsts.setdefault(int(row["low"]), row)
-            if (row["node"], row["at"]) < (known["node"], known["at"]):
-                firsts[int(row["low"])] = row
+            firsts.setdefault(int(row["low"]), row)  # parts come in the order of shards, and of documents in a shard
     for rows in chunk.parts():
         for low, first in firsts.items():
             same = rows[(rows["low"] == low) & ((rows["node"] != first["node"]) | (rows["at"] != first["at"]))]

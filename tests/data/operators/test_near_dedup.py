@@ -94,14 +94,16 @@ def chained() -> list[list[str]]:
 def test_little_memory_gives_the_same(tmp_path, keep, verify):
     shards = chained()
     operator = NearDedup(keep=keep, verify=verify)
-    found = [run_texts(operator, shards, tmp_path / str(m), memory=m) for m in (64 << 20, 3000)]
+    found = [run_texts(operator, shards, tmp_path / str(m), memory=m) for m in (64 << 20, 20_000)]
     assert found[0] == found[1]
     assert 0 < found[0][1].dropped["near_duplicate"] < 150
-    large, small = (json.loads((tmp_path / str(m) / "clusters/0/clusters.json").read_text()) for m in (64 << 20, 3000))
+    large, small = (
+        json.loads((tmp_path / str(m) / "clusters/0/clusters.json").read_text()) for m in (64 << 20, 20_000)
+    )
     assert large["passes"] == 0
     assert small["passes"] > 0  # the clusters really were found on disk
     assert large["dropped"] == small["dropped"] == found[0][1].dropped["near_duplicate"]
-    assert len(np.load(tmp_path / "3000/signatures/0/bands/runs.npy")) > 1
+    assert len(np.load(tmp_path / "20000/signatures/0/bands/runs.npy")) > 1
 
 
 @pytest.mark.parametrize("partitions", [1, 7])
@@ -120,7 +122,7 @@ def test_one_giant_group_in_parts(tmp_path):
     rng = random.Random(1)
     base = english(rng, 60)
     texts = [" ".join([*base, *english(rng, n % 3)]) for n in range(80)]
-    found = [run_texts(NearDedup(), [texts[:50], texts[50:]], tmp_path / str(m), memory=m) for m in (64 << 20, 2000)]
+    found = [run_texts(NearDedup(), [texts[:50], texts[50:]], tmp_path / str(m), memory=m) for m in (64 << 20, 8000)]
     assert found[0] == found[1]
     assert [len(shard) for shard in found[0][0]] == [1, 0]
 

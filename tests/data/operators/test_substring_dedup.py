@@ -48,7 +48,7 @@ def random_shards(seed: int, alphabet: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("length", [2, 3, 7, 12])
-@pytest.mark.parametrize("alphabet", ["ab", "aé中😀", "abcdefgh "])
+@pytest.mark.parametrize("alphabet", ["ab", "aéè中丮", "abcdefgh "])
 def test_both_methods_against_brute_force(tmp_path, monkeypatch, alphabet, length):
     cut = 0
     for seed in range(4):
@@ -62,7 +62,7 @@ def test_both_methods_against_brute_force(tmp_path, monkeypatch, alphabet, lengt
             operator = SubstringDedup(min_length=length, method=method)
             found, _ = run_texts(operator, shards, tmp_path / f"{seed}-{number}", memory=memory, backwards=bool(number))
             assert found == wanted, (seed, method, memory)
-    assert cut or (length, len(alphabet)) in {(7, 9), (12, 9), (12, 4)}
+    assert cut or (length, len(alphabet)) in {(7, 9), (12, 9), (12, 5)}
 
 
 def test_little_memory_and_other_partitions_give_the_same(tmp_path):
