@@ -13,7 +13,7 @@ from collections import deque
 from typing import Any
 
 from swift.data.loader import Batch, Layout, Outlook, deal, make_batch
-from swift.data.packing import OpenRows
+from swift.data.packing import OPEN_ROWS, OpenRows
 from swift.data.stream_intake import Intake, Item
 
 
@@ -28,6 +28,7 @@ class StreamLoader:
         identity: what decides the order of documents; the loader adds what decides the units.
         longest: no example has more tokens.
         outlook: what is known of an epoch.
+        open_rows: packed rows that are filled side by side.
         facts: what was decided when the run began and must stay so; saved with the state.
     """
 
@@ -42,6 +43,7 @@ class StreamLoader:
         rank: int = 0,
         world_size: int = 1,
         facts: dict[str, Any] | None = None,
+        open_rows: int = OPEN_ROWS,
     ) -> None:
         self.intake = intake
         self.layout = layout
@@ -52,7 +54,7 @@ class StreamLoader:
         self._identity = identity
         self._outlook = outlook
         self._ready: deque[list[Item]] = deque()
-        self._open: OpenRows[Item] = OpenRows(layout.packing_length or 1)
+        self._open: OpenRows[Item] = OpenRows(layout.packing_length or 1, open_rows)
         self._ending = False  # the epoch's documents are through; its last units are being taken
 
     @property

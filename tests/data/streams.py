@@ -141,7 +141,14 @@ class Setup:
                 ahead=max(1, 2 * self.workers),
             )
         return StreamLoader(
-            intake, self.layout, identity=(), longest=30, outlook=UNKNOWN, rank=rank, world_size=world_size
+            intake,
+            self.layout,
+            identity=(),
+            longest=30,
+            outlook=UNKNOWN,
+            rank=rank,
+            world_size=world_size,
+            open_rows=5,
         )
 
 

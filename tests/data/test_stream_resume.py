@@ -11,12 +11,12 @@ from swift.data.loader import Layout
 from swift.data.mixer import ShareSchedule
 from swift.data.mixture import ALL, FIRST, ONCE, Mixture
 
-GLOBAL = 12  # units per step on every number of ranks
+GLOBAL = 6  # units per step on every number of ranks
 RANKS = [(1, 1), (2, 2), (1, 2), (2, 1), (2, 3)]
 
 
 def layout_for(world_size, packed):
-    return Layout(2, GLOBAL // 2 // world_size, packing_length=64 if packed else 0)
+    return Layout(1, GLOBAL // world_size, packing_length=64 if packed else 0)
 
 
 @pytest.fixture
@@ -63,6 +63,18 @@ def test_worker_processes_change_nothing(sources):
     rest, _ = steps_of(replace(setup, workers=1), 1, 9, state)
     assert begun + rest == whole
     assert steps_of(setup, 1, 9, state)[0] == rest
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_parts_of_passes_survive_a_resume(kind, sources):
+    """One and a half passes over the first source, and two over the second, in an epoch."""
+    setup = setup_for(kind, True, sources, False)
+    mixture = Mixture.of(ShareSchedule.constant([0.6, 0.3, 0.1]), ONCE, (1.5, 2, 1))
+    setup = replace(setup, mixture=mixture)
+    whole, _ = steps_of(setup, 1, 50)
+    for cut in (3, 11, 19, 27, 33):
+        begun, state = steps_of(setup, 1, cut)
+        assert begun + steps_of(setup, 1, 50 - cut, state)[0] == whole
 
 
 def rows_per_epoch(steps, last_epoch):
