@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import resource
@@ -34,17 +33,6 @@ def dump_nonfinite(run_dir: Path, step: int, rank: int, batches: list[Batch], lo
     ]
     write_atomic(folder / f"rank{rank}.json", json.dumps(described, indent=1) + "\n")
     return folder
-
-
-def return_free_memory() -> None:
-    """Give memory that was freed back to the system, where the C library can (glibc).
-
-    It keeps freed blocks, and batches of ever other sizes leave holes that a larger batch can't use: its peak then
-    comes on top of them. Called before the largest batch so far, it cuts that peak by a sixth, and costs nothing after.
-    """
-    library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)
 
 
 def peak_memory_gib(device: torch.device) -> float:

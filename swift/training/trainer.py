@@ -28,13 +28,14 @@ from torch.nn.parallel import DistributedDataParallel
 from swift.checkpoint import RunState
 from swift.config.training import CheckpointConfig, EvalConfig, TrainingConfig
 from swift.core.errors import NumericsError
+from swift.core.memory import return_free_memory
 from swift.data.loader import Batch, Examples, Loader
 from swift.distributed import ProcessGroup
 from swift.monitor import Monitor
 from swift.objectives import LossTerms
 from swift.optim.optimizers import set_rate
 from swift.optim.schedules import Schedule
-from swift.training.diagnose import dump_nonfinite, peak_memory_gib, return_free_memory
+from swift.training.diagnose import dump_nonfinite, peak_memory_gib
 from swift.training.evaluate import evaluate
 from swift.training.plan import RunLength
 from swift.training.precision import Precision

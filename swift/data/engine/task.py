@@ -22,6 +22,7 @@ import zstandard
 
 from swift.core.errors import DataError, SwiftError
 from swift.core.files import disk_errors, fsync_tree, write_atomic
+from swift.core.memory import return_free_memory
 from swift.core.network import set_offline
 from swift.data.engine.blocks import BlockWriter, read_blocks
 from swift.data.engine.chain import Link, Record, RecordingTally, counted_output, run_chain
@@ -110,6 +111,7 @@ class Worker:
                 self._publish(aside, job.folder(name, index))
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+            return_free_memory()
         read = task.records[READ].tally if READ in task.records else Tally()
         marker: dict[str, Any] = {
             "fingerprint": task_fingerprint(stage, pieces),
