@@ -218,13 +218,39 @@ chat_template: chatml
     assert flat["torch_dtype"] == "bfloat16" and flat["template"] == "chatml" and "save_steps" in result.lost
 
 
+def test_llama_factory_streaming_and_mixing(tmp_path, data):
+    base = f"model_name_or_path: m\nstage: sft\ndataset: mine,hubbed\ndataset_dir: {data}\nmax_steps: 9\n"
+    text = base + "streaming: true\nbuffer_size: 500\ndataloader_num_workers: 3\n"
+    result, flat, _, config = converted(tmp_path, text + "mix_strategy: interleave_over\ninterleave_probs: 0.7,0.3\n")
+    wanted = {
+        "streaming": True, "shuffle_buffer_size": 500, "dataloader_num_workers": 3,
+        "interleave_prob": [0.7, 0.3], "stopping_strategy": "all_exhausted",
+    }  # fmt: skip
+    assert {name: flat[name] for name in wanted} == wanted and not result.lost
+    assert find_problems(config) == []
+    _, flat, _, _ = converted(tmp_path, base + "mix_strategy: interleave_under\n")
+    assert flat["interleave_prob"] == [1.0, 1.0] and flat["stopping_strategy"] == "first_exhausted"
+    result, flat, _, _ = converted(tmp_path, base + "mix_strategy: concat\nbuffer_size: 500\n")
+    assert not flat["interleave_prob"] and flat["shuffle_buffer_size"] == 1000 and not flat["streaming"]
+    result, _, _, _ = converted(tmp_path, base + "mix_strategy: shuffle\n")
+    assert "mix_strategy" in result.lost
+
+
+def test_axolotl_streaming(tmp_path, data):
+    text = f"base_model: m\ndatasets: [{{path: {data}/rows.jsonl, type: completion, field: reply}}]\n"
+    text += "streaming: true\ndataloader_num_workers: 2\ndataloader_prefetch_factor: 8\ndataloader_pin_memory: true\n"
+    result, flat, _, _ = converted(tmp_path, text)
+    assert flat["streaming"] and flat["dataloader_num_workers"] == 2 and flat["dataloader_prefetch_factor"] == 8
+    assert not result.lost
+
+
 def test_ms_swift(tmp_path):
     result, flat, text, _ = converted(tmp_path, MS_SWIFT)
     assert result.tool == "ms-swift" and result.command == "sft"
     assert flat["dataset"] == ["a.jsonl#500"] and flat["tuner_type"] == "lora" and flat["learning_rate"] == 1e-4
     assert flat["strict"] is False, "its default"
     assert set(result.lost) == {"deepspeed"}
-    assert set(result.satisfied) == {"template", "use_liger_kernel"}
+    assert set(result.satisfied) == {"template", "use_liger_kernel"} and flat["dataloader_num_workers"] == 4
     assert yaml.safe_load(text)["ENV"] == {"CUDA_VISIBLE_DEVICES": "0,1"}
 
 

@@ -162,3 +162,12 @@ def test_value_tables_name_real_settings_and_values():
 
 def test_unknown_flags_stay_unknown():
     assert judge("no_such_flag_anywhere", Words(("1",))) is None
+
+
+def test_mixing_and_streaming_are_settings_in_training_and_satisfied_in_inference():
+    words = "--streaming true --shuffle_buffer_size 9 --interleave_probs 0.5 0.5 --dataloader_num_workers 2"
+    config = sft(*words.split()).config
+    assert config.data.streaming and config.data.interleave_prob == [0.5, 0.5]
+    assert config.data.shuffle_buffer_size == 9 and config.batching.dataloader_num_workers == 2
+    parsed = parse_command_line(InferConfig, ["--model", "m", *words.split()], command="infer")
+    assert len([note for note in parsed.notes if "rows are answered in their order" in note]) == 4
