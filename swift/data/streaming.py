@@ -67,7 +67,12 @@ class SourceFacts:
 
 @dataclass
 class StreamSet:
-    """Rows that are read while training; see `open_stream`."""
+    """Rows that are read while training; see `open_stream`.
+
+    Attributes:
+        stamps: of each file, as the run knows them; `here`: as this machine does. A copy of a file on another machine
+            has another time.
+    """
 
     sources: list[Source]
     data: DataConfig
@@ -75,6 +80,7 @@ class StreamSet:
     task: StreamTask
     seed: int
     stamps: dict[str, str]
+    here: dict[str, str]
     facts: list[SourceFacts]
     ledger_path: Path | None = None
 
@@ -109,7 +115,7 @@ class StreamSet:
         mixture = mixture_of(self.data, sizes, per_step)
         self._check_passes(mixture.passes, known)
         reading = Reading(
-            self.seed, layout.shuffle, self.data.shuffle_buffer_size, self.data.on_bad_shard == "skip", self.stamps
+            self.seed, layout.shuffle, self.data.shuffle_buffer_size, self.data.on_bad_shard == "skip", self.here
         )
         flows = [
             FileFlow(
@@ -198,11 +204,13 @@ def open_stream(
     *,
     seed: int,
     saved: dict[str, Any] | None = None,
+    from_main: bool = False,
 ) -> StreamSet:
     """Look at the files of a run that reads while it trains.
 
     Args:
         saved: what an earlier process found (`facts` of its position): then nothing is counted or sampled again.
+        from_main: `saved` is what rank 0 found just now, perhaps on another machine with copies of the files.
 
     Raises:
         DataError: a file is missing, empty or damaged where the sample is taken; or was changed since the run began.
@@ -213,13 +221,28 @@ def open_stream(
         if source.self_cognition
     }
     task = StreamTask(row_options(data, need_answer=True), encoder, identities=identities)
-    stamps = {file.location: stamp_of(file.location) for source in sources for file in source.files}
+    here = {file.location: stamp_of(file.location) for source in sources for file in source.files}
     if saved is None:
         facts = [_look_at(number, source, task) for number, source in enumerate(sources)]
+        return StreamSet(list(sources), data, template, task, seed, here, here, facts)
+    if from_main:
+        _refuse_other_copies(saved["stamps"], here)
     else:
-        _refuse_changed(saved["stamps"], stamps)
-        facts = [SourceFacts(**one) for one in saved["sources"]]
-    return StreamSet(list(sources), data, template, task, seed, stamps, facts)
+        _refuse_changed(saved["stamps"], here)
+    facts = [SourceFacts(**one) for one in saved["sources"]]
+    return StreamSet(list(sources), data, template, task, seed, saved["stamps"], here, facts)
+
+
+def _refuse_other_copies(main: dict[str, str], here: dict[str, str]) -> None:
+    """Sizes must agree between machines; times needn't."""
+    for name in {**main, **here}:
+        sizes = [stamps.get(name, "").partition("-")[0] for stamps in (main, here)]
+        if sizes[0] != sizes[1]:
+            raise DataError(
+                "the file is not the same on all machines",
+                where=name,
+                fix="put the data on a file system that all machines share, or copy it again",
+            )
 
 
 def _refuse_changed(before: dict[str, str], now: dict[str, str]) -> None:

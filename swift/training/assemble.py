@@ -151,11 +151,12 @@ def build_train_set(config: SftConfig, session: Session, encoder: ChatEncoder, p
     if session.resumed is not None and session.continues:
         saved = read_data_state(session.resumed.path).get("facts")
 
-    def look(facts: dict[str, Any] | None) -> StreamSet:
-        return open_stream(sources, config.data, config.template, augmented, seed=seed, saved=facts)
+    def look(facts: dict[str, Any] | None, *, from_main: bool = False) -> StreamSet:
+        settings = (sources, config.data, config.template, augmented)
+        return open_stream(*settings, seed=seed, saved=facts, from_main=from_main)
 
     found = session.group.from_main(lambda: look(saved).saved_facts())
-    train = look(found)
+    train = look(found, from_main=True)
     train.ledger_path = session.run_dir / "ledger.jsonl" if session.group.main else None
     return train
 

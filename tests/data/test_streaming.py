@@ -21,10 +21,12 @@ from swift.data.streaming import open_stream
 from swift.data.train_set import Place, mixture_of
 
 
-def opened(*texts, saved=None, **settings):
+def opened(*texts, saved=None, from_main=False, **settings):
     data = DataConfig(dataset=list(texts), streaming=True, **settings)
     sources = [parse_source(text) for text in texts]
-    return open_stream(sources, data, TemplateConfig(max_length=64), LengthEncoder(), seed=1, saved=saved)
+    return open_stream(
+        sources, data, TemplateConfig(max_length=64), LengthEncoder(), seed=1, saved=saved, from_main=from_main
+    )
 
 
 @pytest.fixture
@@ -100,6 +102,17 @@ def test_other_files_are_refused_by_name(change, folder):
     with pytest.raises(DataError, match=change) as caught:
         opened(str(folder), saved=facts)
     assert "a-00" in caught.value.where
+
+
+def test_copies_on_other_machines_may_have_other_times_but_no_other_size(folder):
+    main = opened(str(folder))
+    (folder / "a-000.jsonl").touch()
+    copy = opened(str(folder), saved=main.saved_facts(), from_main=True)
+    assert copy.digest() == main.digest() and copy.saved_facts() == main.saved_facts()
+    copy.loader(Layout(4), Place(), None).next_step()
+    (folder / "a-000.jsonl").write_text('{"text": "5"}\n')
+    with pytest.raises(DataError, match="not the same on all machines"):
+        opened(str(folder), saved=main.saved_facts(), from_main=True)
 
 
 def test_a_part_of_a_pass_needs_a_count(folder, monkeypatch):
