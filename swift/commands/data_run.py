@@ -40,7 +40,7 @@ class RunFlags:
         "or from RANK and WORLD_SIZE",
     )
     rank_timeout: float = setting(600.0, help="seconds without a sign of life after which another rank counts as gone")
-    max_memory: str | None = setting(None, help="what a task may hold in memory, such as 300MB")
+    max_memory: str | None = setting(None, help="what a process may hold in memory, such as 300MB")
     seed: int | None = setting(None, help="of everything random")
     restart: bool = setting(False, help="forget what is done, and a finished output, and begin anew")
     dry_run: bool = setting(False, help="check the recipe, list stages and tasks, and stop")

@@ -428,7 +428,7 @@ def walk_files(folder: str) -> list[str]:
             return sorted(system.unstrip_protocol(name) for name in system.find(path))
     found: list[str] = []
     seen: set[tuple[int, int]] = set()
-    for root, folders, names in os.walk(folder, followlinks=True):
+    for root, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
         folders.sort()
         stat = Path(root).stat()
         if (stat.st_dev, stat.st_ino) in seen:
@@ -437,6 +437,10 @@ def walk_files(folder: str) -> list[str]:
         seen.add((stat.st_dev, stat.st_ino))
         found += [str(Path(root) / name) for name in names if (Path(root) / name).is_file()]
     return _once(sorted(found))
+
+
+def _raise(error: OSError) -> None:
+    raise DataError(f"the folder can't be read: {error.strerror}", where=error.filename) from error
 
 
 def _once(paths: list[str]) -> list[str]:

@@ -139,7 +139,7 @@ def _no_data(hub_id: HubId, names: Iterable[str]) -> DataError:
 
 def card_layout(card: str, names: list[str]) -> Layout:
     """What the `configs` in the card of a data set (its README) say; empty if they say nothing."""
-    match = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", card.lstrip("\ufeff"), re.DOTALL)
+    match = re.match(r"---[ \t\r]*\n(.*?)\n---[ \t\r]*(\n|$)", card.lstrip("\ufeff"), re.DOTALL)
     try:
         head = yaml.safe_load(match[1]) if match else None
     except yaml.YAMLError:

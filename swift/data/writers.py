@@ -218,6 +218,10 @@ class _ParquetParts:
         except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
             first = self._rows + 1
             raise self._mixed(f"records {first} to {self._rows + len(self._records)}", error) from error
+        if self._records and not table.column_names:
+            raise self._mixed(
+                f"records {self._rows + 1} to {self._rows + len(self._records)}", ValueError("none has any")
+            )
         self._rows += len(self._records)
         self._records, self._bytes = [], 0
         self._schemas.append(table.schema)

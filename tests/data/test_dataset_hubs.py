@@ -86,6 +86,11 @@ def chosen(layout: hubs.Layout, names: list[str], subset: str = "", split: str |
     return choose_files(HubId("hf", "o/n", subset=subset, split=split), layout, names)[0]
 
 
+@pytest.mark.timeout(10)
+def test_a_card_of_empty_lines_takes_no_time() -> None:
+    assert card_layout("---" + "\n" * 200_000, NAMES) == {}
+
+
 def test_the_card_says_which_files_belong_together() -> None:
     layout = card_layout(CARD, NAMES)
     train = ["data/train-00000.parquet", "data/train-00001.parquet"]

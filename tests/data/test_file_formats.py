@@ -82,6 +82,8 @@ def test_html_encodings_and_depth(tmp_path: Path, content: bytes, text: str) -> 
     [
         ("<p>é".encode("latin-1"), "bad_encoding: byte 4 (0xe9) is not UTF-8"),
         (b"<meta charset=nonsense>x", "bad_encoding: the page names an encoding that isn't known: nonsense"),
+        (b"<meta charset=punycode><p>x", "bad_encoding: the page isn't punycode"),
+        (b"<meta charset=undefined><p>x", "bad_encoding: the page isn't undefined"),
         ("<meta charset=ascii>é".encode(), "bad_encoding: byte 21 is not ascii"),
         (b"<script>draw()</script>", "no_text: the page shows no text"),
         (b"%PDF-1.4 ...", "bad_html: the ending says html, but it is a pdf"),

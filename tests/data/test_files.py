@@ -348,3 +348,17 @@ def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
         assert str(tmp_path / "gone.jsonl") in (caught.value.where or "")
     with pytest.raises(DataError, match="can't be read"):
         open_input(str(tmp_path))
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "closed").mkdir()
+    real = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match="can't be read: Permission denied"):
+        files.walk_files(str(tmp_path))

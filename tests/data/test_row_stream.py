@@ -259,6 +259,16 @@ def test_a_file_that_became_shorter_is_named(tmp_path: Path) -> None:
         rows_of(file, stream.position)
 
 
+def test_a_plain_file_that_became_shorter_is_named(tmp_path: Path) -> None:
+    file = DataFile(str(put(tmp_path / "a.jsonl", jsonl([{"n": n} for n in range(5)]))))
+    stream = RowStream(file, FileTally())
+    assert len(list(stream)) == 5
+    assert list(RowStream(file, FileTally(), stream.position)) == []  # at the end, which is where it stopped
+    put(tmp_path / "a.jsonl", b'{"n": 0}\n')
+    with pytest.raises(DataError, match="the file ends after 9 bytes"):
+        list(RowStream(file, FileTally(), stream.position))
+
+
 def test_only_whole_files_are_split(tmp_path: Path) -> None:
     file = DataFile(str(put(tmp_path / "a.jsonl", jsonl(ROWS))))
     for wrong, size in ((dataclasses.replace(file, span=(0, 5)), 5), (file, 0)):

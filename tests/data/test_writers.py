@@ -180,3 +180,9 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert done.returncode == -signal.SIGKILL and len(left(tmp_path)) == 1
     with pytest.raises(DataError, match="no data file"):
         parse_source(str(tmp_path))
+
+
+def test_rows_without_any_column_are_refused_by_parquet(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="records 1 to 2"):
+        write(tmp_path / "a.parquet", [{}, {}])
+    assert left(tmp_path) == []

@@ -242,7 +242,8 @@ def sentences(text: str, protect: tuple[str, ...] = PROTECTABLE) -> tuple[list[s
 
 @cache
 def _boundary() -> re.Pattern[str]:
-    spaced = rf"[.!?\u2026\u061f\u06d4\u0964]+[{_CLOSERS}]*(?=\s|\Z)"
+    ends = ".!?\u2026\u061f\u06d4\u0964"
+    spaced = rf"(?<![{ends}])[{ends}]+[{_CLOSERS}]*(?=\s|\Z)"  # each run is tried once, from its beginning
     unspaced = rf"[\u3002\uff01\uff1f\uff0e]+[{_CLOSERS}]*"
     return re.compile(rf"(?P<end>{spaced}|{unspaced})(?P<gap>\s*)")
 

@@ -83,7 +83,7 @@ class Recipe:
     executor: ExecutorSpec = field(default_factory=ExecutorSpec)
     seed: int = setting(42, help="of everything random; each draw is a function of seed, operator and row")
     shard_size: str = setting("256MB", help="larger input files are read in pieces of this size, where possible")
-    max_memory: str = setting("300MB", help="what a task may hold in memory")
+    max_memory: str = setting("300MB", help="what a process may hold in memory, documents of extreme size aside")
     on_bad_row: Literal["stop", "drop"] = setting("stop", help="drop: count bad rows and go on")
     max_bad_rows: float = setting(
         0.01, help="with drop: stop above this share (below 1) or number (1 and more) of rows"

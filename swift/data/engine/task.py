@@ -66,6 +66,10 @@ class Job:
         return self.work / stage / f"{index:05d}.done"
 
 
+# what a process takes before it has read anything: the interpreter, numpy, compiled kernels
+_PROGRAM_BYTES = 120 << 20
+
+
 @dataclass
 class Worker:
     """Runs tasks of a job in this process; opened operators are kept from one task of a stage to the next."""
@@ -137,7 +141,8 @@ class Worker:
     def context(self, label: str) -> Context:
         """What an operator may know."""
         recipe = self.job.recipe
-        return Context(recipe.seed, label, recipe.offline, recipe.max_memory_bytes)
+        most = recipe.max_memory_bytes
+        return Context(recipe.seed, label, recipe.offline, max(most // 2, most - _PROGRAM_BYTES))
 
     def _open(self, stage: Stage) -> None:
         if stage.name == self._stage:

@@ -151,10 +151,15 @@ def _result_faults(messages: list[dict[str, Any]]) -> Iterator[Fault]:
         if number == len(messages) and calls and not results:
             return
         known = {call["id"] for call in calls if call.get("id")}
+        answered: set[str] = set()
         for place, result in enumerate(results, start + 1):
             wanted = result.get("tool_call_id")
             if not calls or (known and wanted and wanted not in known):
                 yield "result_without_call", f"message {place} (tool) answers no call"
+            elif known and wanted in answered:
+                yield "result_without_call", f"message {place} (tool) answers a call that has its answer"
+            elif wanted:
+                answered.add(wanted)
         if len(results) < len(calls):
             yield "missing_result", f"message {start} has {len(calls)} call(s) and {len(results)} result(s) behind it"
         elif calls and len(results) > len(calls):

@@ -50,6 +50,7 @@ _WIDE = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400
 # named parts of a page that hold more of its text than this are no boilerplate, whatever they are called
 _MOST = 0.4
 _GOOD_WORDS = 15
+_DEEPEST = 20  # lists nested deeper are indented like this: else a small page could make a huge text
 _LINK_SHARE = 1 / 3
 
 
@@ -167,7 +168,7 @@ class _Reader:
             self._end_line()
             self.lists[-1][1] += 1
             mark = f"{self.lists[-1][1]}." if self.lists[-1][0] == "ol" else "-"
-            self.line.append("  " * (len(self.lists) - 1) + mark + " ")
+            self.line.append("  " * min(len(self.lists) - 1, _DEEPEST) + mark + " ")
             return
         if tag in ("ul", "ol"):
             if self.lists:

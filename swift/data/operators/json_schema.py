@@ -1,7 +1,8 @@
 """Whether a value fits the JSON schema of a tool's parameters: the part of JSON Schema that tool descriptions use.
 
-Compared are `type`, `enum`, `const`, `required`, `properties`, `additionalProperties`, `items`, `anyOf`, `oneOf` and
-`allOf`; other keywords (formats, bounds, references) don't count. JSON Schema 2020-12, core and validation.
+Compared are `type`, `enum`, `const`, `required`, `properties`, `additionalProperties`, `prefixItems`, `items`, `anyOf`,
+`oneOf` and `allOf`; where there are `patternProperties`, keys that `properties` lacks are allowed. Other keywords
+(formats, bounds, references) don't count. JSON Schema 2020-12, core and validation.
 """
 
 from __future__ import annotations
@@ -41,24 +42,25 @@ def misfit(value: Any, schema: Any, name: str = "arguments") -> str | None:
 
 
 def _misfit_of_parts(value: Any, schema: dict[str, Any], name: str) -> str | None:
-    if isinstance(value, list) and "items" in schema:
+    first = schema.get("prefixItems")
+    first = first if isinstance(first, list) else []
+    if isinstance(value, list):
         for place, item in enumerate(value):
-            if found := misfit(item, schema["items"], f"{name}[{place}]"):
+            part = first[place] if place < len(first) else schema.get("items", True)
+            if found := misfit(item, part, f"{name}[{place}]"):
                 return found
     if not isinstance(value, dict):
         return None
     properties = schema.get("properties")
     properties = properties if isinstance(properties, dict) else {}
+    # patterns come with the data, and a bad one could run for ever: they aren't tried
+    others = True if schema.get("patternProperties") else schema.get("additionalProperties", True)
     required = schema.get("required")
     for key in required if isinstance(required, list) else ():
         if key not in value:
             return f"{name} lacks {key}"
     for key, item in value.items():
-        if key in properties:
-            found = misfit(item, properties[key], f"{name}.{key}")
-        else:
-            found = misfit(item, schema.get("additionalProperties", True), f"{name}.{key}")
-        if found:
+        if found := misfit(item, properties.get(key, others), f"{name}.{key}"):
             return found
     return None
 

@@ -22,13 +22,14 @@ from swift.data.operators.rules import check_choice
 FORMS = ("NFC", "NFKC", "none")
 # C0 and C1 controls except tab, line feed, carriage return and NEL (U+0085), which is a line end
 _CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f]+")
-_LINE_ENDS = re.compile("\r\n?|\x85|\u2028|\u2029")
-# soft hyphen, zero-width space, word joiner and invisible operators, byte-order mark, interlinear and tag characters
-_ZERO_WIDTH = re.compile("[\u00ad\u200b\u2060-\u2064\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff]+")
+_LINE_ENDS = re.compile("\r\n?|[\x0b\x0c\x85\u2028\u2029]")  # vertical tab and form feed are line ends too
+# soft hyphen, zero-width space, word joiner and invisible operators, byte-order mark, interlinear and tag characters;
+# not U+E0100-E01EF, which choose the form of a Chinese character in Japanese names
+_ZERO_WIDTH = re.compile("[\u00ad\u200b\u2060-\u2064\ufeff\ufff9-\ufffb\U000e0000-\U000e00ff\U000e01f0-\U000e0fff]+")
 # the joiners shape letters in Persian, Indic scripts and emoji: they go only between Latin, Greek and Cyrillic letters
 _JOINERS = re.compile("(?<=[\t -\u052f])[\u200c\u200d]+(?=[\t -\u052f])")
-_TRAILING = re.compile(r"[^\S\n]+(?=\n|\Z)")
 _BLANK_LINES = re.compile(r"\n{3,}")
+_MOST_MARKS = 1000  # combining marks in a row that are normalised together: their sorting takes quadratic time
 # A byte of UTF-8 read as Latin-1 or Windows-1252 (first byte C2-F4, then 80-BF); then those of Cyrillic letters and of
 # typographic signs read as Windows-1251
 _LATER = "\u0080-\u00bfŒœŠšŸŽžƒˆ˜–—‘’‚“”„†‡•…‰‹›€™"
@@ -38,9 +39,11 @@ _MOJIBAKE = re.compile(
 # printable ASCII, tab and line feed never need a step; what is left of a text without them is short, or nothing
 _UNSUSPICIOUS = bytes([9, 10, *range(32, 127)])
 _SUSPECTS = {
-    "line_ends": re.compile("[\r\x85\u2028\u2029]"),
+    "line_ends": re.compile("[\r\x0b\x0c\x85\u2028\u2029]"),
     "control_characters": _CONTROLS,
-    "zero_width": re.compile("[\u00ad\u200b-\u200d\u2060-\u2064\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff]"),
+    "zero_width": re.compile(
+        "[\u00ad\u200b-\u200d\u2060-\u2064\ufeff\ufff9-\ufffb\U000e0000-\U000e00ff\U000e01f0-\U000e0fff]"
+    ),
     # all but characters that neither compose with one before them nor decompose in NFC
     "unicode_form": re.compile(
         "[^\x00-\u02ff\u0400-\u0482\u2010-\u2027\u2030-\u205e\u20a0-\u20bf\u2190-\u21ff\u2500-\u27bf"
@@ -60,7 +63,9 @@ class Normalise(MapOperator):
     fix_encoding: bool = setting(
         True, help="mend text that was decoded with the wrong encoding (cafÃ© to café), by ftfy"
     )
-    line_ends: bool = setting(True, help="turn CRLF, CR and Unicode's line and paragraph separators into line feeds")
+    line_ends: bool = setting(
+        True, help="turn CRLF, CR, form feeds and Unicode's line and paragraph separators into line feeds"
+    )
     control_characters: bool = setting(True, help="remove control characters other than tab and line feed")
     zero_width: bool = setting(True, help="remove zero-width characters, soft hyphens and byte-order marks")
     trailing_spaces: bool = setting(False, help="remove white space at the ends of lines")
@@ -103,14 +108,29 @@ class Normalise(MapOperator):
             if self.zero_width and _SUSPECTS["zero_width"].search(rest):
                 done("zero_width", _JOINERS.sub("", _ZERO_WIDTH.sub("", text)))
             if self.form == "NFKC" or (self.form == "NFC" and _SUSPECTS["unicode_form"].search(rest)):
-                done("unicode_form", unicodedata.normalize(self.form, text))
+                done("unicode_form", _in_form(self.form, text))
         if self.trailing_spaces:
-            done("trailing_spaces", _TRAILING.sub("", text))
+            done("trailing_spaces", "\n".join(map(str.rstrip, text.split("\n"))))
         if self.blank_lines and "\n\n\n" in text:
             done("blank_lines", _BLANK_LINES.sub("\n\n", text))
         if self.strip:
             done("strip", text.strip())
         return text
+
+
+def _in_form(form: Literal["NFC", "NFKC"], text: str) -> str:
+    """The text in a normal form; runs of over a thousand combining marks, which no language has, in pieces."""
+    half = _MOST_MARKS // 2  # a run that is too long fills one of these windows
+    if not any(all(map(unicodedata.combining, text[at : at + half])) for at in range(0, len(text), half)):
+        return unicodedata.normalize(form, text)
+    pieces = []
+    begin = marks = 0
+    for place, character in enumerate(text):
+        marks = marks + 1 if unicodedata.combining(character) else 0
+        if marks > _MOST_MARKS:
+            pieces.append(text[begin:place])
+            begin, marks = place, 1
+    return "".join(unicodedata.normalize(form, piece) for piece in [*pieces, text[begin:]])
 
 
 def _mended(text: str, fix: Callable[[str], str]) -> str:

@@ -1,14 +1,15 @@
 """Personal data and secrets in texts: replaced by placeholders, noted, or a reason to drop the document.
 
 Asks each text one cheap question per kind (by polars' regular expressions where polars is installed, ten times faster
-than Python's, with the same answers) and searches exactly only where the answer is yes. Samples in the report show
-finds masked, so a report may be passed on.
+than Python's, with the same answers) and searches exactly only where the answer is yes. Its samples in the report
+show finds masked; those of operators that come before it don't.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import re
+from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -103,11 +104,13 @@ class Pii(MapOperator):
 
 def _without_overlaps(finds: list[Find]) -> list[Find]:
     """The finds in order; where two overlap, the one whose kind comes first stays."""
-    kept: list[Find] = []
+    kept: list[Find] = []  # rising
     for find in sorted(finds, key=lambda find: (KINDS.index(find[2]), find[0], -find[1])):
-        if all(find[1] <= other[0] or other[1] <= find[0] for other in kept):
-            kept.append(find)
-    return sorted(kept)
+        place = bisect(kept, find)
+        free_before = place == 0 or kept[place - 1][1] <= find[0]
+        if free_before and (place == len(kept) or find[1] <= kept[place][0]):
+            kept.insert(place, find)
+    return kept
 
 
 def suspects(chosen: Sequence[Kind], texts: Sequence[str]) -> list[list[int]]:

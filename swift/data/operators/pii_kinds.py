@@ -237,8 +237,8 @@ _IBAN_LENGTHS = {
     **dict.fromkeys(("DK", "FI", "FO", "GL", "NL", "SD", "FK"), 18),
     **dict.fromkeys(("MK", "SI"), 19),
     **dict.fromkeys(("AT", "BA", "EE", "KZ", "LT", "LU", "XK", "MN"), 20),
-    **dict.fromkeys(("CH", "CR", "HR", "LI", "LV"), 21),
-    **dict.fromkeys(("BG", "BH", "DE", "GB", "GE", "IE", "ME", "RS", "VA"), 22),
+    **dict.fromkeys(("CH", "HR", "LI", "LV"), 21),
+    **dict.fromkeys(("BG", "BH", "CR", "DE", "GB", "GE", "IE", "ME", "RS", "VA"), 22),
     **dict.fromkeys(("AE", "GI", "IL", "IQ", "TL", "OM", "SO"), 23),
     **dict.fromkeys(("AD", "CZ", "ES", "MD", "PK", "RO", "SA", "SE", "SK", "TN", "VG"), 24),
     **dict.fromkeys(("LY", "PT", "ST"), 25),
@@ -308,7 +308,7 @@ _SECRETS = tuple(
         (
             "PRIVATE KEY",
             r"-----BEGIN (?:[A-Z0-9]{2,10} ){0,2}PRIVATE KEY(?: BLOCK)?-----"
-            r"[^-]{0,20000}(?:-----END [A-Z0-9 ]{0,40}-----)?",
+            r"(?:[^-]|-(?!----)){0,20000}(?:-----END [A-Z0-9 ]{0,40}-----)?",
         ),
     )
 )

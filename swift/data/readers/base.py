@@ -112,9 +112,10 @@ class Text:
             DataError: the file ends before it.
         """
         if self.plain and self.stream.seekable():
-            self.stream.seek(offset)
-            self.offset = offset
-            return
+            self.offset = self.stream.seek(0, io.SEEK_END)
+            if offset <= self.offset:
+                self.offset = self.stream.seek(offset)
+        # a packed file is read up to there; one that is too short fails below
         while self.offset < offset:
             piece = self.stream.read(min(_SKIP_BYTES, offset - self.offset))
             if not piece:

@@ -98,6 +98,8 @@ def _decode_html(raw: bytes) -> str:
                 "bad_encoding", f"byte {error.start + 1} is not {encoding}, which the page names as its encoding"
             ) from error
         raise RowProblem("bad_encoding", *encoding_complaint(raw, error)) from error
+    except UnicodeError as error:  # codecs that aren't for pages, such as punycode
+        raise RowProblem("bad_encoding", f"the page isn't {encoding}, which it names as its encoding") from error
 
 
 def visible_text(tree: Any) -> str:

@@ -145,3 +145,9 @@ def test_openings_without_ends(unit):
     assert str(Words.of(text)) == text
     found, gaps = sentences(text)
     assert gaps[0] + "".join(a + b for a, b in zip(found, gaps[1:], strict=True)) == text
+
+
+@pytest.mark.timeout(10)
+def test_a_row_of_dots_takes_no_time():
+    text = "Contents" + "." * 200_000 + "7 is here. Next."
+    assert sentences(text)[0] == [text[:-6], "Next."]

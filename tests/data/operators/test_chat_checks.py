@@ -114,6 +114,17 @@ def test_sound_conversations(messages: list[dict[str, Any]], tools: Any) -> None
             TOOLS,
             ["result_without_call"],
         ),
+        (
+            [
+                turn("user"),
+                caller(call({"city": "a"}, call_id="1"), call({"city": "b"}, call_id="2")),
+                turn("tool", tool_call_id="1"),
+                turn("tool", tool_call_id="1"),
+                turn("assistant"),
+            ],
+            TOOLS,
+            ["result_without_call"],
+        ),
         ([turn("user"), turn("narrator"), turn("assistant")], None, ["unknown_role"]),
     ],
 )
@@ -185,6 +196,9 @@ def test_what_earlier_operators_changed_is_judged() -> None:
         (1, {"oneOf": [{"type": "number"}, {"type": "integer"}]}, False),
         (1, {"allOf": [{"type": "number"}, {"enum": [2]}]}, False),
         (1, {"const": 1}, True),
+        (["a", 1], {"prefixItems": [{"type": "string"}], "items": {"type": "integer"}}, True),
+        ([1, 1], {"prefixItems": [{"type": "string"}]}, False),
+        ({"x-a": 1}, {"patternProperties": {"^x-": {}}, "additionalProperties": False}, True),
         ({"a": 1}, None, True),
     ],
 )

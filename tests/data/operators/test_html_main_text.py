@@ -162,3 +162,7 @@ def test_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
         HtmlMainText(backend="resiliparse", format="markdown").check()
     with pytest.raises(UsageError, match="backend"):
         HtmlMainText(backend="other").check()  # type: ignore[arg-type]
+
+
+def test_a_small_page_makes_no_huge_text() -> None:
+    assert len(main_text("<ul><li>x" * 3000 + LAST)) < 200_000

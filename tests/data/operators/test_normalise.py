@@ -37,6 +37,8 @@ def cleaned(text: str, **settings: Any) -> tuple[str, dict[str, int]]:
         ("Itâ€™s here", "It’s here", ["encoding"]),
         ("РџСЂРёРІРµС‚ РјРёСЂ", "Привет мир", ["encoding"]),
         ("a\r\nb\rc\u2028d\x85e", "a\nb\nc\nd\ne", ["line_ends"]),
+        ("one page\fnext page\vline", "one page\nnext page\nline", ["line_ends"]),
+        ("葛\U000e0100城市", "葛\U000e0100城市", []),  # the variant is part of the name
         ("a\x00b\x07c\x7fd\x9be\tf", "abcde\tf", ["control_characters"]),
         ("a\u200bb\ufeffc\u00add\u2060e", "abcde", ["zero_width"]),
         ("a\u200db and 👩\u200d💻 and می\u200cخواهم", "ab and 👩\u200d💻 and می\u200cخواهم", ["zero_width"]),
@@ -98,7 +100,21 @@ def test_the_question_about_the_unicode_form_misses_no_character() -> None:
 def test_shortcuts_change_nothing() -> None:
     """The same steps on every text, without any question first."""
     rng = random.Random(5)
-    alphabet = [*"ab \n\t.", "\r", "\r\n", "\x00", "\x1f", "\x7f", "\x85", "\x9f", "é", "e\u0301", "\u0301", "你", "’"]
+    alphabet = [
+        *"ab \n\t.\v\f",
+        "\r",
+        "\r\n",
+        "\x00",
+        "\x1f",
+        "\x7f",
+        "\x85",
+        "\x9f",
+        "é",
+        "e\u0301",
+        "\u0301",
+        "你",
+        "’",
+    ]
     alphabet += [
         "\u200b",
         "\u200c",
@@ -115,7 +131,7 @@ def test_shortcuts_change_nothing() -> None:
     ]
     for _ in range(1500):
         text = "".join(rng.choices(alphabet, k=rng.randrange(25)))
-        expected = re.sub("\r\n?|\x85|\u2028|\u2029", "\n", text)
+        expected = re.sub("\r\n?|[\x0b\x0c\x85\u2028\u2029]", "\n", text)
         expected = re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f]", "", expected)
         expected = re.sub("[\u00ad\u200b\u2060-\u2064\ufeff]", "", expected)
         expected = re.sub("(?<=[\t -\u052f])[\u200c\u200d]+(?=[\t -\u052f])", "", expected)
@@ -134,3 +150,22 @@ def test_every_text_of_a_conversation() -> None:
 def test_an_unknown_form_is_refused() -> None:
     with pytest.raises(UsageError, match="form"):
         Normalise(form="NFQ").check()  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("a" + " " * 300_000 + "b", {"trailing_spaces": True}),
+        ("a" + "\u0301\u0316" * 150_000 + "b", {}),
+        ("\u0301\u0316" * 150_000, {"form": "NFKC"}),
+    ],
+)
+def test_long_runs_take_no_time(text: str, settings: dict[str, Any]) -> None:
+    assert len(cleaned(text, **settings)[0]) >= len(text) - 1
+
+
+@pytest.mark.parametrize("marks", [1, 400, 999, 1000])
+def test_runs_of_marks_are_sorted(marks: int) -> None:
+    text = "x" * 77 + "\u0301\u0316" * (marks // 2) + "\u0301" * (marks % 2) + "e\u0301 tail"
+    assert cleaned(text)[0] == unicodedata.normalize("NFC", text)

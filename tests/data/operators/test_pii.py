@@ -277,7 +277,23 @@ def test_without_polars_the_result_is_the_same(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.timeout(20)
 def test_long_runs_take_no_time() -> None:
     """Searches stay linear on what invites backtracking."""
-    for piece in ("0", "0 ", "1.", "a", "a.", "a@", "1-", "+1 ", "A1", ":", "ab:", "eyJa.", "sk-a-", "-----BEGIN "):
+    for piece in (
+        "0",
+        "0 ",
+        "1.",
+        "a",
+        "a.",
+        "a@",
+        "1-",
+        "+1 ",
+        "A1",
+        ":",
+        "ab:",
+        "eyJa.",
+        "sk-a-",
+        "-----BEGIN ",
+        "ab@cd.com ",
+    ):
         text = piece * (200_000 // len(piece)) + "@x"
         run([text], action="tag")
 
@@ -289,3 +305,22 @@ def test_long_runs_take_no_time() -> None:
 def test_settings_that_cant_be_meant(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         Pii(**settings).check()
+
+
+def test_a_key_is_found_whole_whatever_its_header_says() -> None:
+    key = (
+        "-----BEGIN RSA PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\nDEK-Info: AES-128-CBC,AB\n\nMIIE\n"
+        "-----END RSA PRIVATE KEY-----"
+    )
+    (document,), _ = run([f"a {key} b"])
+    assert document.text == "a [SECRET] b"
+
+
+def test_the_length_of_costa_rican_accounts() -> None:
+    (document,), _ = run(["pay CR05 0152 0200 1026 2840 66 now"])
+    assert document.text == "pay [IBAN] now"
+
+
+def test_overlapping_finds() -> None:
+    finds = [(0, 5, "phone"), (4, 9, "email"), (9, 12, "phone"), (11, 20, "secret"), (20, 21, "phone")]
+    assert pii_module._without_overlaps(finds) == [(4, 9, "email"), (11, 20, "secret"), (20, 21, "phone")]

@@ -153,3 +153,11 @@ def test_url_blocklist_in_text() -> None:
 def test_settings_that_cant_be_meant(name: str, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         OPERATORS[name](**settings).check()
+
+
+def test_an_empty_word_blocks_nothing() -> None:
+    operator = UrlBlocklist(words=["", "bad"])
+    operator.check()
+    operator.open(Context())
+    documents = [document_from({"text": "x", "url": f"https://example.com/{word}"}, word) for word in ("good", "bad")]
+    assert [document.id for document in operator.run(documents, Tally())] == ["good"]
