@@ -15,7 +15,7 @@ from swift.core.errors import UsageError
 from swift.data.engine.document import Document
 from swift.data.engine.operator import OPERATORS, Context, MapOperator
 from swift.data.engine.tally import Tally
-from swift.data.operators.rules import field_of
+from swift.data.operators.rules import field_of, wrong
 from swift.data.operators.word_lists import WordList, read_list
 
 _URL_IN_TEXT = re.compile(r"\b(?:https?://|www\.)[^\s<>\"'()\[\]{}|\\^`]+", re.IGNORECASE)
@@ -46,6 +46,8 @@ class UrlBlocklist(MapOperator):
             raise UsageError("url_blocklist has no list", fix="set domains, domain_files, words or word_files")
         if not self.fields and not self.in_text:
             raise UsageError("url_blocklist has nowhere to look", fix="name fields, or set in_text: true")
+        if not all(word.strip() for word in self.words):
+            raise wrong("words", self.words, "no empty ones")
         self._read()
 
     def _read(self) -> tuple[set[str], list[str]]:
@@ -62,6 +64,8 @@ class UrlBlocklist(MapOperator):
         super().open(context)
         self._domains, words = self._read()
         self._words = WordList(words) if words else None
+        spelt = [word for word in map(_words_of_url, words) if word.strip()]  # as an address spells them
+        self._url_words = WordList(spelt) if spelt else None
 
     def run(self, batch: list[Document], tally: Tally) -> list[Document]:
         kept = []
@@ -81,7 +85,7 @@ class UrlBlocklist(MapOperator):
                 continue
             if domain := self._blocked(host_of(address)):
                 return "domain", f"{domain} in {name}"
-            if self._words and (word := self._words.first(_words_of_url(address))):
+            if self._url_words and (word := self._url_words.first(_words_of_url(address))):
                 return "url_word", f"{word} in {name}"
         if self.in_text:
             for text in document.texts:

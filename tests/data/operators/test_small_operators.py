@@ -147,6 +147,7 @@ def test_url_blocklist_in_text() -> None:
         ("filter", {"field": "a", "min": 2, "missing": "x"}, "missing"),
         ("url_blocklist", {}, "no list"),
         ("url_blocklist", {"domains": ["a.b"], "fields": []}, "nowhere"),
+        ("url_blocklist", {"words": ["bad", " "]}, "words"),
         ("url_blocklist", {"domain_files": ["no-such-file"]}, "can't be read"),
     ],
 )
@@ -155,9 +156,7 @@ def test_settings_that_cant_be_meant(name: str, settings: dict[str, Any], said: 
         OPERATORS[name](**settings).check()
 
 
-def test_an_empty_word_blocks_nothing() -> None:
-    operator = UrlBlocklist(words=["", "bad"])
-    operator.check()
-    operator.open(Context())
-    documents = [document_from({"text": "x", "url": f"https://example.com/{word}"}, word) for word in ("good", "bad")]
-    assert [document.id for document in operator.run(documents, Tally())] == ["good"]
+def test_words_with_hyphens_are_found_in_addresses() -> None:
+    urls = ["https://a.example/poker-night", "https://a.example/poker_night/1", "https://a.example/poker"]
+    ids, _ = run("url_blocklist", rows([{"url": url} for url in urls]), words=["Poker-Night", "++"])
+    assert ids == ["f:2"]
