@@ -170,3 +170,24 @@ def test_threads_that_make_batches_ahead_change_nothing():
                 assert ahead.state() == plain.state()
         finally:
             ahead.close()
+
+
+def test_rows_of_one_large_file_mix_and_keep_their_names(folder, monkeypatch):
+    """A file read in pieces: every row once, under the line it has in the file, and resumed exactly."""
+    monkeypatch.setattr(streaming, "PIECE_BYTES", 500)
+    path = folder / "a-000.jsonl"
+    layout = Layout(10)
+
+    def refs(loader, steps):
+        return [str(ref) for _ in range(steps) for batch in loader.next_step() for ref in batch.refs]
+
+    whole = refs(opened(str(path)).loader(layout, Place(), None), 30)
+    assert sorted(whole) == sorted(f"{path}:{line}" for line in range(2, 301))  # row 1 is too long
+    lines = [int(ref.rpartition(":")[2]) for ref in whole[:50]]
+    assert max(lines) - min(lines) > 100
+    begun = opened(str(path)).loader(layout, Place(), None)
+    first = refs(begun, 11)
+    state = json.loads(json.dumps(begun.state()))
+    then = opened(str(path), saved=state["facts"]).loader(layout, Place(), state["facts"])
+    then.load_state(state)
+    assert first + refs(then, 19) == whole
