@@ -2,8 +2,8 @@
 
 `hf::owner/name[@revision][:subset][:split]`. Which files make up a subset and a split is taken from the data set's
 card (`configs` in the README), else from the names of files and folders; the training split is the default, so that
-test rows aren't trained on by accident. Only the files that are wanted are downloaded. Offline, the cache has to hold
-them.
+test rows aren't trained on by accident. Only the files that are wanted are downloaded; from ModelScope, all data files.
+Offline, the cache has to hold them.
 """
 
 from __future__ import annotations

@@ -36,8 +36,16 @@ _HOPELESS = {
     403: "the key's rights",
     404: "the address or the model",
     405: "the address",
+    **dict.fromkeys((301, 302, 303, 307, 308), "the address"),
 }
 _MAX_WAIT_S = 60.0
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Following one would send the key to whom it names, and the text to nobody."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
 
 
 class _Failed(Exception):
@@ -96,6 +104,7 @@ class ParaphraseLlm(Transform):
                     fix=f"export {self.api_key_env}=…",
                 )
             self._headers["Authorization"] = f"Bearer {key.strip()}"
+        self._opener = urllib.request.build_opener(_NoRedirects)
         self._url = self.base_url.rstrip("/") + "/chat/completions"
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -146,7 +155,7 @@ class ParaphraseLlm(Transform):
             wait = min(_MAX_WAIT_S, self.backoff_s * 2**attempt)
             try:
                 call = urllib.request.Request(self._url, body, self._headers)
-                with urllib.request.urlopen(call, timeout=self.timeout_s) as response:
+                with self._opener.open(call, timeout=self.timeout_s) as response:
                     return _content(response.read())
             except urllib.error.HTTPError as error:
                 said = error.read()[:300].decode(errors="replace").strip()

@@ -28,6 +28,7 @@ _LAST = re.compile(
 )
 _NEGATION = re.compile(r"(?i)\b(?:not|no|never|nor|neither|none|hardly|scarcely|cannot)\b|n['’]t\b")
 _NO_CLAUSE = re.compile(r"(?i) (?:of|then|so|not|only|all|possible|necessary|needed|any)\b")
+_LONGEST = 1000  # characters of a sentence that is looked at: searching takes quadratic time
 _SMALL = re.compile(rf"(?i)\b(?:{_SUBORDINATORS})\b")
 
 
@@ -73,6 +74,8 @@ class ClauseReorder(Transform):
 
     def _reorder(self, sentence: str) -> str | None:
         """The sentence with its clauses exchanged; None where that isn't certain to be right."""
+        if len(sentence) > _LONGEST:
+            return None
         match = _FIRST.fullmatch(sentence)
         last = None if match else _LAST.fullmatch(sentence)
         found = match or last

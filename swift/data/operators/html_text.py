@@ -16,8 +16,9 @@ from swift.data.engine.tally import Tally
 from swift.data.operators.html_blocks import main_text
 from swift.data.operators.rules import check_choice
 
+# not br, a and span, which stand in Markdown and in plain text too
 _MARKUP = re.compile(
-    r"<(?:!doctype|html|head|body|div|p|article|section|main|table|ul|ol|h[1-6]|span|br|a)(?:\s[^<>]*)?/?>",
+    r"<(?:!doctype|html|head|body|div|p|article|section|main|table|ul|ol|h[1-6])(?:\s[^<>]*)?/?>",
     re.IGNORECASE,
 )
 
@@ -27,9 +28,9 @@ _MARKUP = re.compile(
 class HtmlMainText(MapOperator):
     """Take the main text out of HTML: headings, paragraphs, lists, code and tables, without what is around them.
 
-    Works on every text of a document that has HTML tags; others stay as they are. Where the row keeps the page in a
-    column of its own, as rows of .html files do, the page is read there instead. A document of which no text is left is
-    dropped.
+    Works on every text of a document that has tags of blocks (`<p>`, `<div>`, `<h1>`, ...); others stay as they are.
+    Where the row keeps the page in a column of its own, as rows of .html files do, the page is read there instead. A
+    document of which no text is left is dropped.
     """
 
     format: Literal["text", "markdown"] = setting("text", help="text: no marks; markdown: with its marks")

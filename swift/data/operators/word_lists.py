@@ -40,7 +40,7 @@ class WordList:
     """
 
     def __init__(self, words: Iterable[str]) -> None:
-        lowered = {word.lower() for word in words if word}
+        lowered = {word.lower() for word in words}
         self._single = {word for word in lowered if _TOKEN.fullmatch(word) and word < _UNSPACED}
         others = sorted(lowered - self._single, key=lambda word: (-len(word), word))
         self._others = re.compile("|".join(map(_bordered, others))) if others else None

@@ -211,3 +211,9 @@ def test_settings_that_cannot_be_meant(name, settings):
         build_augmenter({"text": {name: settings}})
     if "direction" in settings:
         assert "did you mean contract?" in caught.value.fix
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("text", ["Aa bb" + " because x" * 20_000 + " y", "If it rains, " + "." * 100_000 + "x"])
+def test_endless_sentences_take_no_time(text):
+    assert augment("clause_reorder", text) == text

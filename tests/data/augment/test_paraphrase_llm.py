@@ -277,3 +277,16 @@ def test_the_key_is_not_carried_in_pickles(endpoint, monkeypatch):
 def test_settings_that_cannot_be_meant(settings, says):
     with pytest.raises(UsageError, match=says):
         build_augmenter({"text": {"paraphrase_llm": {"base_url": "http://x/v1", "model": "m", **settings}}})
+
+
+@pytest.mark.parametrize("status", [301, 302, 307])
+def test_the_key_is_not_sent_to_where_the_endpoint_points(endpoint, monkeypatch, status):
+    other = Endpoint()
+    monkeypatch.setenv("SOME_KEY", "secret")
+    endpoint.reply = lambda body, _: (status, {"Location": other.url}, b"")
+    with pytest.raises(SwiftError, match=f"refuses .HTTP {status}"):
+        augmenter_for(endpoint, api_key_env="SOME_KEY")("Some words.")
+    assert len(endpoint.requests) == 1
+    assert other.requests == []
+    other.server.shutdown()
+    other.server.server_close()

@@ -166,3 +166,11 @@ def test_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_small_page_makes_no_huge_text() -> None:
     assert len(main_text("<ul><li>x" * 3000 + LAST)) < 200_000
+
+
+def test_plain_text_with_a_tag_or_two_is_no_page() -> None:
+    operator = HtmlMainText()
+    operator.open(Context())
+    texts = ["# Title\n\nOne line<br>and another.\n\n```python\nx = 1\n```", "Write <a href='x'> or <span> in C++."]
+    documents = operator.run([document_from({"text": text}, text[:3]) for text in texts], Tally())
+    assert [document.text for document in documents] == texts
