@@ -19,6 +19,7 @@ from swift.core import network
 from swift.core.errors import DataError, DependencyError, NetworkError
 from swift.data import hubs
 from swift.data.hubs import HubId, card_layout, choose_files, fetch_dataset, named_layout, parse_hub_id
+from swift.data.patterns import path_pattern
 from swift.data.sources import parse_source
 
 
@@ -127,6 +128,10 @@ def test_the_card_says_which_files_belong_together() -> None:
         ("a-[0-4].csv", "a-3.csv", True),
         ("a-[0-4].csv", "a-5.csv", False),
         ("a-[!0-4].csv", "a-5.csv", True),
+        ("a[!0]b.csv", "a/b.csv", False),
+        ("*-*-of-*.csv", "a-1-of-2.csv", True),
+        ("*-*-of-*.csv", "a-1-2.csv", False),
+        ("**/**/a.jsonl", "a.jsonl", True),
         ("a?.csv", "a+.csv", True),
         ("a+.csv", "aa.csv", False),
     ],
@@ -134,6 +139,13 @@ def test_the_card_says_which_files_belong_together() -> None:
 def test_patterns_of_cards(pattern: str, name: str, matches: bool) -> None:
     layout = card_layout(f"---\nconfigs: [{{data_files: '{pattern}'}}]\n---\n", [name])
     assert bool(layout) == matches
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("pattern", ["*a*a*a*a*a*b.jsonl", "**/**/**/**/**/b.jsonl"])
+def test_patterns_with_many_stars_take_no_time(pattern: str) -> None:
+    for name in ("a" * 300, "a/" * 120 + "c"):
+        assert path_pattern(pattern).fullmatch(name) is None
 
 
 @pytest.mark.parametrize(

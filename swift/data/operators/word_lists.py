@@ -36,27 +36,43 @@ def read_list(path: str, setting: str) -> list[str]:
 class WordList:
     """Words and phrases that are looked for in any case, as whole words: `ass` isn't found in `class`.
 
-    Single words are looked up in a set, so a list of many thousand costs no more than a short one.
+    Single words are looked up in a set, and of the phrases only those are searched for whose first word is there: so a
+    list of many thousand costs little more than a short one.
     """
 
     def __init__(self, words: Iterable[str]) -> None:
         lowered = {word.lower() for word in words}
         self._single = {word for word in lowered if _TOKEN.fullmatch(word) and word < _UNSPACED}
-        others = sorted(lowered - self._single, key=lambda word: (-len(word), word))
-        self._others = re.compile("|".join(map(_bordered, others))) if others else None
+        self._phrases: dict[str, list[re.Pattern[str]]] = {}  # by their first word
+        others = []  # without a border before them
+        for word in sorted(lowered - self._single, key=lambda word: (-len(word), word)):
+            first = _TOKEN.match(word) if _has_border(word[0]) else None
+            if first and first.end() < len(word):
+                self._phrases.setdefault(first.group(), []).append(re.compile(_bordered(word)))
+            else:
+                others.append(_bordered(word))
+        self._others = [re.compile("|".join(others))] if others else []
 
     def first(self, text: str) -> str | None:
-        """A word of the list that the text holds, or None."""
+        """A word of the list that the text holds, or None: the first single word by name, else the first phrase."""
         lowered = text.lower()
-        if self._single:
-            found = self._single.intersection(_TOKEN.findall(lowered))
+        patterns = self._others
+        if self._single or self._phrases:
+            tokens = set(_TOKEN.findall(lowered))
+            found = self._single & tokens
             if found:
                 return min(found)
-        match = self._others.search(lowered) if self._others else None
-        return match.group() if match else None
+            patterns = [*patterns, *(p for word in sorted(self._phrases.keys() & tokens) for p in self._phrases[word])]
+        matches = [match for pattern in patterns if (match := pattern.search(lowered))]
+        return min(matches, key=lambda match: (match.start(), -match.end())).group() if matches else None
 
 
 def _bordered(word: str) -> str:
-    before = r"(?<!\w)" if word[0].isalnum() and word[0] < _UNSPACED else ""
-    after = r"(?!\w)" if word[-1].isalnum() and word[-1] < _UNSPACED else ""
+    before = r"(?<!\w)" if _has_border(word[0]) else ""
+    after = r"(?!\w)" if _has_border(word[-1]) else ""
     return before + re.escape(word) + after
+
+
+def _has_border(character: str) -> bool:
+    """Whether a word that ends with it ends there."""
+    return character.isalnum() and character < _UNSPACED

@@ -13,6 +13,7 @@ from swift.data.engine.operator import OPERATORS, Context
 from swift.data.engine.tally import Tally
 from swift.data.operators import filter, sample  # noqa: F401
 from swift.data.operators.blocklist import host_of
+from swift.data.operators.word_lists import WordList
 
 
 def run(name: str, rows: list[Document], context: Context | None = None, **settings: Any) -> tuple[list[str], Tally]:
@@ -160,3 +161,14 @@ def test_words_with_hyphens_are_found_in_addresses() -> None:
     urls = ["https://a.example/poker-night", "https://a.example/poker_night/1", "https://a.example/poker"]
     ids, _ = run("url_blocklist", rows([{"url": url} for url in urls]), words=["Poker-Night", "++"])
     assert ids == ["f:2"]
+
+
+@pytest.mark.timeout(10)
+def test_many_phrases_cost_little() -> None:
+    words = [f"word{number} other" for number in range(20_000)] + ["c++", "二 字"]
+    found = WordList(words)
+    text = "word1 word2 others " * 20_000
+    assert found.first(text) is None
+    assert found.first(text + "Word19999 Other") == "word19999 other"
+    assert found.first(text + "C++") == "c++"
+    assert found.first("一二 字") == "二 字"
