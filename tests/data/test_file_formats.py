@@ -220,6 +220,12 @@ def test_a_bad_member_spoils_its_sample_only(tmp_path: Path) -> None:
         assert found[index][1].startswith(message)
 
 
+def test_sparse_members_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tarfile.TarInfo, "issparse", lambda self: True)  # the library can't write one
+    with pytest.raises(DataError, match=r"1\.txt is stored as a sparse file"):
+        read(put(tmp_path / "a.tar", tar({"1.txt": b"x"})))
+
+
 def test_damaged_archives_are_named(tmp_path: Path) -> None:
     content = tar({f"{i}.txt": f"text {i}" * 100 for i in range(4)})
     for cut in (700, 1536 * 2 - 100, 1536 * 3 + 100):

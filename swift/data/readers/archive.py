@@ -103,6 +103,10 @@ def _samples(
                     yield sample, end
                 sample, key = {KEY: stem}, stem
             _refuse_row_file(member.name, file)
+            if member.issparse():  # a few bytes may stand for terabytes, and where it ends isn't told by its size
+                raise DataError(
+                    f"{member.name} is stored as a sparse file", where=file.name, fix="pack it again, by tar without -S"
+                )
             if isinstance(sample, dict):
                 try:
                     _add(sample, archive, member, ending, packed)
