@@ -67,11 +67,8 @@ class LoRALinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
         x, weight, bias, matrix_a, matrix_b, mask, scale = inputs
-        out = times_transposed(x, weight)
-        if bias is not None:
-            out += bias
-        reduced = matrix_a @ _masked(x, mask).flatten(0, -2).t()  # [r, rows]
-        out.view(-1, out.shape[-1]).addmm_(reduced.t(), matrix_b.t(), alpha=scale)
+        forward = torch.ops.swift.lora_forward if _opaque(x) else _lora_forward
+        out, reduced = forward(x, weight, bias, matrix_a, matrix_b, mask, scale)
         ctx.save_for_backward(x, weight, matrix_a, matrix_b, reduced, mask)
         ctx.scale = scale
         return out
@@ -81,24 +78,93 @@ class LoRALinearFunction(torch.autograd.Function):
         x, weight, matrix_a, matrix_b, reduced, mask = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative is wanted: it has to know where `reduced` came from
             reduced = matrix_a @ _masked(x, mask).flatten(0, -2).t()
-        needs_x, _, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:5]
-        grad = gradients[0].flatten(0, -2)  # [rows, out]
-        grad_x = grad_bias = grad_a = grad_b = None
-        if needs_b:
-            grad_b = (reduced @ grad).t() * ctx.scale
-        if needs_bias:
-            grad_bias = grad.sum(0)
-        if needs_a or needs_x:
-            grad_reduced = (matrix_b.t() @ grad.t()) * ctx.scale  # [r, rows]
-        if needs_a:
-            grad_a = grad_reduced @ _masked(x, mask).flatten(0, -2)
-        if needs_x:
-            if mask is None:
-                grad_x = times(grad, weight).addmm_(grad_reduced.t(), matrix_a)
-            else:
-                grad_x = times(grad, weight).add_(_masked(grad_reduced.t() @ matrix_a, mask.flatten(0, -2)))
-            grad_x = grad_x.view(x.shape)
+        backward = torch.ops.swift.lora_backward if _opaque(x) else _lora_backward
+        needs_x, _, needs_bias, *needs = ctx.needs_input_grad[:5]
+        grads = backward(gradients[0], x, [weight, matrix_a, matrix_b, reduced], mask, ctx.scale, [needs_x, *needs])
+        grad_x, grad_a, grad_b = (
+            grad if needed else None for grad, needed in zip(grads, [needs_x, *needs], strict=True)
+        )
+        grad_bias = gradients[0].flatten(0, -2).sum(0) if needs_bias else None
         return grad_x, None, grad_bias, grad_a, grad_b, None, None
+
+
+def _lora_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    matrix_a: torch.Tensor,
+    matrix_b: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y, and A (m∘x)ᵀ as [r, rows]."""
+    out = times_transposed(x, weight)
+    if bias is not None:
+        out += bias
+    reduced = matrix_a @ _masked(x, mask).flatten(0, -2).t()
+    out.view(-1, out.shape[-1]).addmm_(reduced.t(), matrix_b.t(), alpha=scale)
+    return out, reduced
+
+
+def _lora_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    others: list[torch.Tensor],
+    mask: torch.Tensor | None,
+    scale: float,
+    needs: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x, A and B; one that isn't needed is an empty tensor. `others` is [W, A, B, A (m∘x)ᵀ]."""
+    weight, matrix_a, matrix_b, reduced = others
+    needs_x, needs_a, needs_b = needs
+    grad = grad.flatten(0, -2)  # [rows, out]
+    grad_x, grad_a, grad_b = (grad.new_empty(0) for _ in range(3))
+    if needs_b:
+        grad_b = (reduced @ grad).t() * scale
+    if needs_a or needs_x:
+        grad_reduced = (matrix_b.t() @ grad.t()) * scale  # [r, rows]
+    if needs_a:
+        grad_a = grad_reduced @ _masked(x, mask).flatten(0, -2)
+    if needs_x:
+        if mask is None:
+            grad_x = times(grad, weight).addmm_(grad_reduced.t(), matrix_a)
+        else:
+            grad_x = times(grad, weight).add_(_masked(grad_reduced.t() @ matrix_a, mask.flatten(0, -2)))
+        grad_x = grad_x.view(x.shape)
+    return grad_x, grad_a, grad_b
+
+
+def _opaque(x: torch.Tensor) -> bool:
+    """Whether the compiler is to take the function as it is: it would make copies of what is updated in place here."""
+    return torch.compiler.is_compiling() and x.device.type == "cpu"
+
+
+# Operators of `torch.library.custom_op` cost several times as much for each call.
+_library = torch.library.Library("swift", "FRAGMENT")
+_library.define(
+    "lora_forward(Tensor x, Tensor weight, Tensor? bias, Tensor matrix_a, Tensor matrix_b, Tensor? mask, float scale)"
+    " -> (Tensor, Tensor)"
+)
+_library.define(
+    "lora_backward(Tensor grad, Tensor x, Tensor[] others, Tensor? mask, float scale, bool[] needs)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+_library.impl("lora_forward", torch.no_grad()(_lora_forward), "CPU")
+_library.impl("lora_backward", torch.no_grad()(_lora_backward), "CPU")
+
+
+@torch.library.register_fake("swift::lora_forward", lib=_library)
+def _(x, weight, bias, matrix_a, matrix_b, mask, scale):
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    return out, x.new_empty(matrix_a.shape[0], x.numel() // x.shape[-1])
+
+
+@torch.library.register_fake("swift::lora_backward", lib=_library)
+def _(grad, x, others, mask, scale, needs):
+    _, matrix_a, matrix_b, _ = others
+    grad_b = matrix_b.new_empty(matrix_b.t().shape).t()
+    grads = x.new_empty(x.shape), matrix_a.new_empty(matrix_a.shape), grad_b
+    return tuple(grad if needed else x.new_empty(0) for grad, needed in zip(grads, needs, strict=True))
 
 
 def _masked(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -6,8 +6,10 @@ import copy
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from swift.models.adapters import LoRAConfig, Swift
 from swift.models.lora_kernel import (
@@ -288,3 +290,31 @@ def test_each_layer_draws_its_own_mask_and_uses_it_backward(backend):
     assert not torch.equal(again, run(x)[0])
     torch.manual_seed(9)
     assert torch.equal(again, run(x)[0])
+
+
+@pytest.mark.parametrize("needs", [[True, True, True], [False, True, True], [True, False, False]], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_operators_of_compiled_code_tell_their_shapes(needs, masked):
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias, matrix_a, matrix_b, grad = (
+        torch.randn(s, generator=generator) for s in ((2, 3, 5), (7, 5), (7,), (4, 5), (7, 4), (2, 3, 7))
+    )
+    mask = torch.rand(x.shape, generator=generator) > 0.5 if masked else None
+    checks = ("test_schema", "test_faketensor")
+    arguments = (x, weight, bias, matrix_a, matrix_b, mask, 0.5)
+    torch.library.opcheck(torch.ops.swift.lora_forward.default, arguments, test_utils=checks)
+    _, reduced = torch.ops.swift.lora_forward(*arguments)
+    others = [weight, matrix_a, matrix_b, reduced]
+    torch.library.opcheck(torch.ops.swift.lora_backward.default, (grad, x, others, mask, 0.5, needs), test_utils=checks)
+
+
+def test_compiled_code_takes_each_layer_as_one_operator():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    _, fast = pair()
+    torch.compile(fast, backend=aot_autograd(fw_compiler=backend, bw_compiler=backend))(X).sum().backward()
+    assert ["lora" in graph.code and "mm" not in graph.code for graph in graphs] == [True, True]
