@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -43,8 +44,7 @@ def _expand_heads(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=1)
 
 
-@torch.library.custom_op("swift::segment_attention", mutates_args=())
-def segment_attention(
+def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention within each segment of one row: batched products or PyTorch's flash kernel, by length.
@@ -73,6 +73,9 @@ def segment_attention(
     return output, logsumexp
 
 
+segment_attention = torch.library.custom_op("swift::segment_attention", _attend, mutates_args=())
+
+
 def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -84,11 +87,10 @@ def _(query, key, value, cu_seqlens, scale):
     return output, query.new_empty(batch, heads, tokens, dtype=_lse_dtype(query.dtype))
 
 
-@torch.library.custom_op("swift::segment_attention_backward", mutates_args=())
-def segment_attention_backward(
+def _attend_backward(
     grad: torch.Tensor, inputs: list[torch.Tensor], output: torch.Tensor, logsumexp: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `segment_attention` (of one row); `inputs` is [query, key, value, cu_seqlens]."""
+    """Gradients of `_attend` (of one row); `inputs` is [query, key, value, cu_seqlens]."""
     query, key, value, cu_seqlens = inputs
     heads, kv_heads = query.shape[1], key.shape[1]
     grad_query, grad_key, grad_value = (
@@ -111,6 +113,11 @@ def segment_attention_backward(
     return grad_query, grad_key, grad_value
 
 
+segment_attention_backward = torch.library.custom_op(
+    "swift::segment_attention_backward", _attend_backward, mutates_args=()
+)
+
+
 @segment_attention_backward.register_fake
 def _(grad, inputs, output, logsumexp, scale):
     query, key, value, _ = inputs
@@ -129,6 +136,23 @@ def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple:
 
 
 segment_attention.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+class SegmentAttentionFunction(torch.autograd.Function):
+    """`segment_attention` without an operator's cost for each call, for code that isn't compiled."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        output = _attend(*inputs)
+        _save_for_backward(ctx, inputs, output)
+        ctx.mark_non_differentiable(output[1])
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple:
+        *inputs, output, logsumexp = ctx.saved_tensors
+        return (*_attend_backward(gradients[0], inputs, output, logsumexp, ctx.scale), None, None)
 
 
 def varlen_attention(
@@ -170,7 +194,8 @@ def varlen_attention(
     plain = not dropout and softcap is None and s_aux is None and not window_matters
     plain &= value.shape[3] == head_dim  # the flash kernels want one head size; latent attention (MLA) has two
     if plain and query.device.type == "cpu":
-        output, _ = segment_attention(query, key, value, cu_seq_lens_q, scale)
+        attend = segment_attention if torch.compiler.is_compiling() else SegmentAttentionFunction.apply
+        output, _ = attend(query, key, value, cu_seq_lens_q, scale)
     elif plain and query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
         output = _cuda_varlen(query, key, value, cu_seq_lens_q, scale, max_length_q)
     else:

@@ -10,7 +10,7 @@ import transformers as tf
 
 from swift.core.errors import ModelError
 from swift.models import attention_blocks
-from swift.models.attention import VARLEN, prove_varlen, segment_attention
+from swift.models.attention import VARLEN, SegmentAttentionFunction, prove_varlen, segment_attention
 from swift.models.head import find_decoder
 from swift.models.prepare import choose_attention
 
@@ -80,7 +80,7 @@ def test_a_refusal_inside_the_model_is_a_reason_to_pad(monkeypatch):
     def refuse(*args, **kwargs):
         raise RuntimeError("Q/K/V should have\nthe same head size")
 
-    monkeypatch.setattr("swift.models.attention.segment_attention", refuse)
+    monkeypatch.setattr("swift.models.attention._attend", refuse)
     padding_free, notes = choose_attention(model, "auto", padding_free=None, packing=False)
     assert not padding_free and "Q/K/V should have the same head size" in notes[0]
     assert model.config._attn_implementation == "sdpa" and not model.training
@@ -113,15 +113,16 @@ def written_out(query, key, value, borders, scale):
     return torch.cat(parts, 2)
 
 
+@pytest.mark.parametrize("attend", [segment_attention, SegmentAttentionFunction.apply], ids=["operator", "function"])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=str)
 @pytest.mark.parametrize("lengths", [(170,), (64, 33), (1, 200, 160, 2), (161, 30)], ids=str)
-def test_short_and_long_segments_are_those_of_the_formula(heads, lengths):
+def test_short_and_long_segments_are_those_of_the_formula(heads, lengths, attend):
     generator = torch.Generator().manual_seed(0)
     borders = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     shapes = [(1, borders[-1], n, 8) for n in (heads[0], heads[1], heads[1])]
     ours = [torch.randn(s, generator=generator, dtype=torch.float64).transpose(1, 2).requires_grad_() for s in shapes]
     theirs = [t.detach().clone().requires_grad_() for t in ours]
-    output, _ = segment_attention(*ours, torch.tensor(borders, dtype=torch.int32), 0.3)
+    output, _ = attend(*ours, torch.tensor(borders, dtype=torch.int32), 0.3)
     expected = written_out(*theirs, borders, 0.3)
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
     factor = torch.randn(output.shape, generator=generator, dtype=torch.float64)
