@@ -36,6 +36,7 @@ from swift.models.loading import check_context, load_model, load_tokenizer, reso
 from swift.models.memory import decide_checkpointing, estimate_memory, free_memory_bytes
 from swift.models.prepare import choose_attention, compile_layers, enable_checkpointing, fix_ends, seed_everything
 from swift.models.quiet import quiet_transformers
+from swift.models.trained_linear import enable_trained_linear
 from swift.models.tuners import (
     adapter_regularizer,
     adapter_step_callback,
@@ -218,6 +219,8 @@ def build_model(config: SftConfig, session: Session, data: Data) -> Model:
     seed_everything(config.training.seed)  # adapters start from the same numbers whatever was drawn before
     whole = apply_tuner(causal_lm, config.tuner, adapters=config.model.adapters)
     enable_fast_elementwise(whole)
+    if whole is causal_lm:
+        enable_trained_linear(decoder)
     for parameter in whole.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()
