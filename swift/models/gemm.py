@@ -3,7 +3,8 @@
 PyTorch multiplies fp32 matrices by MKL, whose kernels reach about a tenth less than oneDNN's on AMD processors
 (measured at a 135M model's shapes: 101 against 109 GFLOP/s). Both compute in fp32; only the order of additions differs,
 as it does between MKL's own kernels. Which one is used depends on the processor alone, so a run and its continuation on
-the same machine are equal bit for bit.
+the same machine are equal bit for bit. Code that is being compiled gets plain products; `lora_kernel` keeps its own
+ones out of the compiler's sight.
 """
 
 from __future__ import annotations
@@ -18,13 +19,8 @@ from swift.core.devices import cpu_vendor
 _LARGEST_WEIGHT = 1 << 24
 
 
-@torch.compiler.assume_constant_result
-def _prefers_onednn() -> bool:
-    return _onednn_wins()
-
-
 @cache
-def _onednn_wins() -> bool:
+def _prefers_onednn() -> bool:
     return (
         cpu_vendor() == "AuthenticAMD"
         and torch.backends.mkldnn.is_available()
@@ -35,14 +31,14 @@ def _onednn_wins() -> bool:
 def times_transposed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [.., in] times weight [out, in] transposed: [.., out]. No bias, no autograd of its own on the fast way."""
     if _suits_onednn(x, weight):
-        return _in_compiled(x, weight, False) if torch.compiler.is_compiling() else _onednn(x, weight)
+        return _onednn(x, weight)
     return x @ weight.t()
 
 
 def times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [.., out] times weight [out, in]: [.., in]; the product that carries a gradient back through a linear layer."""
     if _suits_onednn(x, weight):
-        return _in_compiled(x, weight, True) if torch.compiler.is_compiling() else _onednn(x, weight.t())
+        return _onednn(x, weight.t())
     return x @ weight
 
 
@@ -51,6 +47,7 @@ def _suits_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
         x.dtype == torch.float32
         and x.device.type == "cpu"
         and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
         and weight.numel() <= _LARGEST_WEIGHT
         and _prefers_onednn()
     )
@@ -58,14 +55,3 @@ def _suits_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def _onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-
-
-@torch.library.custom_op("swift::linear", mutates_args=())
-def _in_compiled(x: torch.Tensor, weight: torch.Tensor, back: bool) -> torch.Tensor:
-    """The product as one opaque operation: what the compiler makes of oneDNN's own one depends on its version."""
-    return _onednn(x, weight.t() if back else weight)
-
-
-@_in_compiled.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, back: bool) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[1 if back else 0])
