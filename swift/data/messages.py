@@ -29,10 +29,10 @@ ROLE_ALIASES = {
     "function": "tool",
 }
 _KNOWN_ROLES = (*ROLES, "tool_call", *ROLE_ALIASES)
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _READ_KEYS = frozenset(
     {"role", "from", "content", "value", "tool_calls", "function_call", "name", "tool_call_id", "loss", "loss_scale"}
-    | {"weight", "train", *_REASONING_KEYS}
+    | {"weight", "train", *REASONING_KEYS}
 )
 _MEDIA_PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio", "file")
 _TEXT_FIX = 'content must be text, or a list of {"type": "text", "text": …} parts'
@@ -117,7 +117,7 @@ def _turns_of(message: dict[str, Any], number: int, unused: Callable[[str], None
 def _unread_by(kind: str) -> tuple[str, ...]:
     """Known keys that mean nothing in a message of this role."""
     names = () if kind == "tool" else ("name", "tool_call_id")
-    return names if kind == "assistant" else (*names, *_REASONING_KEYS)
+    return names if kind == "assistant" else (*names, *REASONING_KEYS)
 
 
 def _role(role: Any, number: int) -> str:
@@ -323,7 +323,7 @@ def _any_call(item: Any, number: int) -> dict[str, Any]:
 def _copy_marks(message: dict[str, Any], turn: dict[str, Any], number: int) -> None:
     """Reasoning, names, ids and the per-message loss settings."""
     kind = turn["role"]
-    for key in _REASONING_KEYS:
+    for key in REASONING_KEYS:
         thought = message.get(key)
         if thought is not None and kind == "assistant":
             turn["reasoning_content"] = _text(thought, kind, number, False, True)

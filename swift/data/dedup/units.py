@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Callable
 
-from swift.data.engine.document import Document
+from swift.data.engine.document import Document, beside_texts
 
 _PUNCTUATION = re.compile(r"[^\w\s]+|_+")
 _BORDERS = {"paragraph": re.compile(r"(\n[^\S\n]*(?:\n[^\S\n]*)+)"), "line": re.compile(r"(\n)")}
@@ -39,14 +39,19 @@ def digest(text: str) -> tuple[int, int]:
 
 
 def whole(document: Document, normalise: Normalise) -> str:
-    """A document's normalised text; turns are told apart by their roles. Empty if nothing is left of any text."""
+    """A document's normalised text; turns are told apart by their roles. Empty if nothing is left of any text.
+
+    Conversations that differ in their tools, calls or pictures differ in this as well.
+    """
     if document.roles is None and len(document.texts) == 1:
         return normalise(document.texts[0])
     texts = [normalise(text) for text in document.texts]
     if not any(texts):
         return ""
     roles = document.roles or [""] * len(texts)
-    return "\x1e".join(f"{role}\x1f{text}" for role, text in zip(roles, texts))
+    said = "\x1e".join(f"{role}\x1f{text}" for role, text in zip(roles, texts))
+    beside = beside_texts(document)
+    return f"{said}\x1d{digest(beside.decode())}" if beside else said
 
 
 def cut(text: str, unit: str) -> list[str]:

@@ -100,6 +100,16 @@ def _step(link: Link, batch: list[Document]) -> list[Document]:
         raise _failure(link, [document for document, _ in before], (first, last), error) from error
     record.cpu_s += time.process_time() - start
     told = tally.dropped.total() - dropped
+    _refuse_misshapen(record.label, kept, (first, last))
+    left = set(map(id, kept))
+    gone = sum(id(document) not in left for document, _ in before)
+    if told > gone or len(left) < len(kept):
+        raise SwiftError(
+            f"the operator {record.label} "
+            + ("drops documents that it hands on as well" if told > gone else "hands on the same document twice"),
+            where=f"between {first} and {last}",
+            fix="a document is either returned, once, or given to tally.drop",
+        )
     if len(kept) + told < given:
         raise SwiftError(
             f"the operator {record.label} left out {given - len(kept) - told} document(s) without saying why",
@@ -108,7 +118,6 @@ def _step(link: Link, batch: list[Document]) -> list[Document]:
         )
     tally.read += given
     tally.kept += len(kept)
-    left = set(map(id, kept))
     for document, texts in before:
         tally.characters_in += sum(map(len, texts))
         if id(document) not in left:
@@ -119,6 +128,27 @@ def _step(link: Link, batch: list[Document]) -> list[Document]:
     for document in kept:
         tally.characters_out += sum(map(len, document.texts))
     return kept
+
+
+def _refuse_misshapen(label: str, kept: Any, ends: tuple[str, str]) -> None:
+    """What is handed on is a list of documents with as many texts as before."""
+    fix = "`run` returns a list of documents; it replaces items of `document.texts` by texts, and adds or removes none"
+    if not isinstance(kept, list):
+        raise SwiftError(
+            f"the operator {label} returned {type(kept).__name__}, not a list of documents",
+            where=f"between {ends[0]} and {ends[1]}",
+            fix=fix,
+        )
+    for document in kept:
+        if not isinstance(document, Document):
+            what = f"{type(document).__name__} in place of a document"
+        elif len(document.texts) != len(document.paths):
+            what = f"{document.id} with {len(document.texts)} texts in place of {len(document.paths)}"
+        elif any(not isinstance(text, str) for text in document.texts):
+            what = f"{document.id} with a text that is none"
+        else:
+            continue
+        raise SwiftError(f"the operator {label} returned {what}", where=f"between {ends[0]} and {ends[1]}", fix=fix)
 
 
 def _failure(link: Link, batch: list[Document], ends: tuple[str, str], error: Exception) -> SwiftError:

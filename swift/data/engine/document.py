@@ -6,21 +6,30 @@ is written out again with the changed texts in their places.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from swift.data.messages import ROLE_ALIASES
-from swift.data.rows import RowProblem
-from swift.data.shapes import ANSWER_COLUMNS, MESSAGE_COLUMNS, PROMPT_COLUMNS, SYSTEM_COLUMNS, TEXT_COLUMNS
+import orjson
 
-META_KEY = "meta"
-_TURN_COLUMNS = (
-    *((name, "system") for name in SYSTEM_COLUMNS),
-    *((name, "user") for name in PROMPT_COLUMNS),
-    *((name, "assistant") for name in ANSWER_COLUMNS),
+from swift.data.messages import REASONING_KEYS, ROLE_ALIASES, decode_nested
+from swift.data.rows import RowProblem
+from swift.data.shapes import (
+    ANSWER_COLUMNS,
+    MEDIA_COLUMNS,
+    MESSAGE_COLUMNS,
+    PROMPT_COLUMNS,
+    SYSTEM_COLUMNS,
+    TEXT_COLUMNS,
 )
 
+META_KEY = "meta"
+_CHAT_COLUMNS = frozenset((*MESSAGE_COLUMNS, *PROMPT_COLUMNS, *ANSWER_COLUMNS))
+_CALL_KEYS = ("tool_calls", "function_call")
+_TEXT_PARTS = (None, "text", "input_text", "output_text")
+
 Path = tuple[str | int, ...]
+Found = tuple[Path, str, str]  # where a text stands, the text, and whose it is
 
 
 @dataclass(slots=True)
@@ -63,7 +72,7 @@ class Document:
 
 
 def document_from(record: dict[str, Any], doc_id: str, *, column: str | None = None) -> Document:
-    """Find the texts of a row.
+    """Find the texts of a row: those that training would read, whatever the layout.
 
     Args:
         record: the row.
@@ -75,53 +84,135 @@ def document_from(record: dict[str, Any], doc_id: str, *, column: str | None = N
     """
     if column is not None:
         if not isinstance(record.get(column), str):
-            raise RowProblem("no_text", f"the column {column!r} holds no text; there are {', '.join(record) or 'none'}")
+            raise RowProblem("no_text", f"the column {column!r} holds no text; {_columns(record)}")
         return Document(doc_id, record, [(column,)], [record[column]])
-    for name in TEXT_COLUMNS:  # by far the most frequent kind of row comes first
-        if isinstance(record.get(name), str):
-            return Document(doc_id, record, [(name,)], [record[name]])
-    for name in MESSAGE_COLUMNS:
-        if isinstance(record.get(name), list):
-            return _conversation(record, doc_id, name)
-    return _turns(record, doc_id)
+    text = next((name for name in TEXT_COLUMNS if isinstance(record.get(name), str)), None)
+    if not _CHAT_COLUMNS.isdisjoint(record):
+        record, found = _conversation(record, text)
+        if any(path != (text,) for path, _, _ in found):
+            paths, texts, roles = map(list, zip(*found))
+            return Document(doc_id, record, paths, texts, roles)
+    if text is None:
+        raise RowProblem("no_text", f"no column holds a text; {_columns(record)}")
+    return Document(doc_id, record, [(text,)], [record[text]])
 
 
-def _conversation(record: dict[str, Any], doc_id: str, column: str) -> Document:
-    paths: list[Path] = []
-    texts: list[str] = []
-    roles: list[str] = []
-    for number, message in enumerate(record[column]):
+def beside_texts(document: Document) -> bytes:
+    """What else training reads of a conversation: tools, calls, parts that aren't text, and pictures; empty if nothing.
+
+    Two conversations are equal only if this is equal as well as their texts.
+    """
+    if document.roles is None:
+        return b""
+    record = document.record
+    things: list[Any] = [[name, record[name]] for name in ("tools", *MEDIA_COLUMNS) if record.get(name)]
+    for name in _CHAT_COLUMNS.intersection(record):
+        for number, message in enumerate(record[name] if isinstance(record[name], list) else ()):
+            if not isinstance(message, dict):
+                continue
+            parts = [part for key in ("content", "value") for part in _parts(message.get(key)) if not _is_text(part)]
+            things += [[number, parts]] if parts else []
+            things += [[number, key, message[key]] for key in _CALL_KEYS if message.get(key)]
+    return orjson.dumps(things, option=orjson.OPT_SORT_KEYS, default=str) if things else b""
+
+
+def _columns(record: dict[str, Any]) -> str:
+    kinds = {type(None): "null", list: "a list", dict: "an object", str: "a text", bool: "true or false"}
+    shown = [f"{name} ({kinds.get(type(value), 'a number')})" for name, value in list(record.items())[:12]]
+    return "there are " + (", ".join(shown) or "none")
+
+
+def _conversation(record: dict[str, Any], text: str | None) -> tuple[dict[str, Any], list[Found]]:
+    """The row (columns that hold messages as JSON are lists in it) and its texts with whose they are, in order."""
+    system = next((name for name in SYSTEM_COLUMNS if isinstance(record.get(name), str)), None)
+    found: list[Found] = [((system,), record[system], "system")] if system else []
+    column = next((name for name in MESSAGE_COLUMNS if record.get(name) is not None), None)
+    if column is not None:
+        record = _decoded(record, column)
+        if isinstance(record[column], list):
+            turns = list(_messages(record[column], column))
+            return record, found + turns if turns else []
+    if record.get("history"):
+        record = _decoded(record, "history")
+        found += _history(record["history"])
+    said = len(found)
+    for names, role in ((PROMPT_COLUMNS, "user"), (ANSWER_COLUMNS, "assistant")):
+        for name in names:
+            value = record.get(name)
+            if isinstance(value, str):
+                found.append(((name,), value, role))
+            elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+                found += _messages(value, name)
+    if len(found) == said:
+        return record, []
+    if text is not None and not any(isinstance(record.get(name), str | list) for name in ANSWER_COLUMNS):
+        found.append(((text,), record[text], "assistant"))
+    return record, found
+
+
+def _decoded(record: dict[str, Any], column: str) -> dict[str, Any]:
+    """The row with a list in a column that held it as JSON."""
+    value = record[column]
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        value = decode_nested(value, column)
+        value = [value] if isinstance(value, dict) else value
+    return {**record, column: value}
+
+
+def _messages(messages: list[Any], column: str) -> Iterator[Found]:
+    for number, message in enumerate(messages):
         if not isinstance(message, dict):
             raise RowProblem("bad_messages", f"message {number + 1} is not an object")
         role = message.get("role", message.get("from"))
-        key = "content" if "content" in message else "value"
-        if isinstance(role, str):
-            known_role = ROLE_ALIASES.get(role) or role
-            pairs = [(key, known_role)] if isinstance(message.get(key), str) else []
-        else:  # {"human": …, "assistant": …}
-            pairs = [
-                (name, ROLE_ALIASES.get(name) or name) for name, value in message.items() if isinstance(value, str)
-            ]
-        for name, known in pairs:
-            paths.append((column, number, name))
-            texts.append(message[name])
-            roles.append(known)
-    if not texts:
-        raise RowProblem("no_text", f"no message of {column!r} holds a text")
-    return Document(doc_id, record, paths, texts, roles)
+        if not isinstance(role, str):  # {"human": …, "assistant": …}
+            for name, value in message.items():
+                if isinstance(value, str):
+                    yield (column, number, name), value, ROLE_ALIASES.get(name) or name
+            continue
+        kind = role.strip().lower()
+        kind = ROLE_ALIASES.get(kind, kind)
+        for key in (*REASONING_KEYS, "content" if "content" in message else "value"):
+            value = message.get(key)
+            if isinstance(value, str):
+                yield (column, number, key), value, kind
+            else:
+                yield from _part_texts(value, (column, number, key), kind)
 
 
-def _turns(record: dict[str, Any], doc_id: str) -> Document:
-    found = [(name, role) for name, role in _TURN_COLUMNS if isinstance(record.get(name), str)]
-    if not found:
-        raise RowProblem("no_text", f"no column holds a text; there are {', '.join(map(str, record)) or 'none'}")
-    return Document(
-        doc_id,
-        record,
-        [(name,) for name, _ in found],
-        [record[name] for name, _ in found],
-        [role for _, role in found],
+def _parts(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else []
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, str) or (
+        isinstance(part, dict) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str)
     )
+
+
+def _part_texts(content: Any, path: Path, role: str) -> Iterator[Found]:
+    """The texts in content parts (OpenAI) and blocks (Anthropic)."""
+    for number, part in enumerate(_parts(content)):
+        here = (*path, number)
+        if isinstance(part, str):
+            yield here, part, role
+        elif isinstance(part, dict):
+            kind = part.get("type")
+            if _is_text(part):
+                yield (*here, "text"), part["text"], role
+            elif kind == "thinking" and isinstance(part.get("thinking"), str):
+                yield (*here, "thinking"), part["thinking"], role
+            elif kind == "tool_result" and isinstance(part.get("content"), str):
+                yield (*here, "content"), part["content"], "tool"
+            elif kind == "tool_result":
+                yield from _part_texts(part.get("content"), (*here, "content"), "tool")
+
+
+def _history(rounds: Any) -> Iterator[Found]:
+    for number, pair in enumerate(rounds if isinstance(rounds, list) else ()):
+        if isinstance(pair, list):
+            for place, role in enumerate(("user", "assistant")[: len(pair)]):
+                if isinstance(pair[place], str):
+                    yield ("history", number, place), pair[place], role
 
 
 def _replaced(value: Any, path: Path, text: str) -> Any:

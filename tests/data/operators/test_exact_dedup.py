@@ -126,6 +126,30 @@ def test_conversations_count_by_turns_and_are_never_cut(tmp_path):
     assert runner.tally.labels["exact_dedup"] == {"conversation left alone": 8}
 
 
+def test_conversations_that_differ_only_beside_their_plain_contents_stay(tmp_path):
+    def call(city):
+        return {"tool_calls": [{"function": {"name": "weather", "arguments": {"city": city}}}]}
+
+    def chat(question="q", said=None, **keys):
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "yes", **(said or {})}]
+        return {"messages": turns, **keys}
+
+    records = [
+        chat(said=call("Paris")),
+        chat(said=call("Rome")),
+        chat(system="a pirate"),
+        chat(system="a lawyer"),
+        chat([{"type": "text", "text": "cats?"}]),
+        chat([{"type": "text", "text": "dogs?"}]),
+        {"query": "q", "response": "yes", "history": [["Ann?", "a queen"]]},
+        {"query": "q", "response": "yes", "history": [["Bob?", "a baker"]]},
+        chat(said=call("Rome"), id=8),  # the only one that is there twice
+    ]
+    shard = [document_from(record, f"f:{n}") for n, record in enumerate(records)]
+    kept = Runner([shard], tmp_path).run(ExactDedup())
+    assert [document.id for document in kept[0]] == [f"f:{n}" for n in range(8)]
+
+
 def test_documents_of_nothing_are_no_duplicates(tmp_path):
     shards = [["", " ", "!", "…"]]
     assert run_texts(ExactDedup(strip_punctuation=True), shards, tmp_path)[0] == shards
