@@ -13,6 +13,7 @@ from swift.config.fields import setting
 from swift.config.helptext import Style
 from swift.config.parse import parse_command_line
 from swift.config.schema import Setting, default_words, type_words
+from swift.core.addresses import without_secrets
 from swift.core.errors import UsageError
 
 _SPELLINGS = {"-i": "--input", "-o": "--output"}
@@ -99,7 +100,7 @@ def run(arguments: list[str]) -> int:
         result = run_recipe(recipe, options=options)
     except Stopped as stopped:
         again = shlex.join(["swift", "data", "run", *(word for word in arguments if word != "--restart")])
-        print(f"{stopped}; tasks that are done stay done, go on with:\n  {again}", file=sys.stderr)
+        print(f"{stopped}; tasks that are done stay done, go on with:\n  {without_secrets(again)}", file=sys.stderr)
         return 128 + stopped.signal
     print(result.output)
     return 0

@@ -19,6 +19,7 @@ from swift.commands.precheck import precheck
 from swift.config.commands import ExportConfig
 from swift.config.data import DataConfig
 from swift.config.files import to_flat
+from swift.core.addresses import without_secrets
 from swift.core.errors import DataError, UsageError
 from swift.core.files import disk_errors, fsync_dir, human_bytes, write_atomic
 from swift.core.logging import get_logger
@@ -206,7 +207,7 @@ def _command(config: ExportConfig) -> str:
     for name, value in {**to_flat(config), "exist_ok": True}.items():
         if value != defaults[name]:
             words += [f"--{name}", *_words(value)]
-    return shlex.join(words)
+    return without_secrets(shlex.join(words))
 
 
 def _words(value: Any) -> list[str]:
@@ -230,4 +231,4 @@ def _next_command(config: ExportConfig, output: Path) -> str:
             words += [f"--{name}", *_words(value)]
     if config.model.new_special_tokens:
         words += ["--new_special_tokens", *config.model.new_special_tokens]
-    return shlex.join(words)
+    return without_secrets(shlex.join(words))

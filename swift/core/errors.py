@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from swift.core.addresses import without_secrets
+
 
 class SwiftError(Exception):
     """A failure with a cause and a remedy.
@@ -22,9 +24,9 @@ class SwiftError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, where: str | None = None, fix: str | None = None) -> None:
-        self.message = message
-        self.where = where
-        self.fix = fix
+        self.message = without_secrets(message)
+        self.where = without_secrets(where) if where else where
+        self.fix = without_secrets(fix) if fix else fix
         super().__init__(self.render())
 
     def render(self) -> str:
@@ -91,3 +93,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`did you mean X?` or an empty string."""
     close = nearest(name, known)
     return f"did you mean {close[0]}?" if close else ""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, in one line: its kind and the beginning of its text."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

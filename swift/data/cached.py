@@ -63,8 +63,8 @@ def made_with(encoder: Encoding) -> dict[str, Any]:
 def source_records(files: Iterable[DataFile]) -> list[dict[str, Any]]:
     """What a manifest says of each source file: size, stamp and, of local files, the SHA-256 of the content."""
     records = []
-    for location in dict.fromkeys(file.location for file in files):
-        record = {"location": location, "bytes": size_of(location), "stamp": stamp_of(location), "sha256": None}
+    for location, address in {file.location: file.address for file in files}.items():
+        record = {"location": address, "bytes": size_of(location), "stamp": stamp_of(location), "sha256": None}
         if not is_url(location):
             record["location"] = str(Path(location).resolve())
             record["sha256"] = _sha256(Path(location))

@@ -20,6 +20,7 @@ import numpy as np
 
 from swift.config.curriculum import LENGTH
 from swift.config.data import DataConfig, TemplateConfig
+from swift.core.addresses import without_secrets
 from swift.core.errors import DataError, UsageError, did_you_mean
 from swift.core.files import write_atomic
 from swift.core.version import __version__
@@ -164,10 +165,12 @@ def data_fingerprint(data: DataConfig, template: TemplateConfig, encoder: Encode
     """A hash of everything that decides the examples: settings, encoder, and each file's place and stamp."""
     settings = asdict(data)
     settings.pop("dataset_num_proc")  # changes the time only
+    for name in ("dataset", "val_dataset"):
+        settings[name] = [without_secrets(text) for text in settings[name]]  # a URL that is signed anew is the same
     files = []
     for source in chain(*resolve_sources(data)):
         for file in source.files:
-            place = file.location if is_url(file.location) else str(file.path.resolve())
+            place = file.address if is_url(file.location) else str(file.path.resolve())
             files.append([place, file.part, stamp_of(file.location)])
     for split, texts in ((TRAIN, data.cached_dataset), (VALIDATION, _cached_validation(data))):
         for folder, _ in (locate_cached(text, split, "--cached_dataset") for text in texts):

@@ -6,20 +6,21 @@ the readers' business. Nothing heavy is imported before a URL is used, and netwo
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import io
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from swift.core.errors import DataError, DependencyError, SwiftError
-from swift.core.network import require_network
+from swift.core.addresses import without_secrets
+from swift.core.errors import DataError
 from swift.data.patterns import path_pattern
+from swift.data.remote import RemoteFile, filesystem, is_url, is_web, remote_errors
 from swift.data.rows import RowRef
 from swift.data.unpack import unpacked
 
@@ -44,8 +45,6 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
 DOCUMENT_FORMATS = frozenset({"txt", "md", "html", "pdf"})  # files for people: often only company for the data
 BUFFER_BYTES = 1 << 18
 _UNPACKABLE = frozenset({"parquet", "arrow", "pdf"})  # packed inside already, and read from several places at once
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_NO_NETWORK = frozenset({"file", "local", "memory"})
 # files that go with a data set and aren't part of it
 _COMPANIONS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 _CARDS = frozenset({"readme", "license", "licence", "changelog", "contributing"})
@@ -61,7 +60,7 @@ class DataFile:
         span: of jsonl, the bytes [first, end) in which the lines begin; of parquet, the row groups [first, end).
         first_line: of a jsonl span, the 1-based line that the byte before it belongs to (1 if there is none); None
             where counting would cost a second reading: then rows are numbered by the byte at which their line begins.
-        label: what rows and messages call the file; None: its location.
+        label: what rows and messages call the file; None: its address.
     """
 
     location: str
@@ -89,10 +88,15 @@ class DataFile:
         """One of the values of `FORMATS`; DataError for another ending."""
         return format_of(self.location)
 
+    @functools.cached_property
+    def address(self) -> str:
+        """The location without passwords and signatures: what is written down, and stays when a URL is signed anew."""
+        return without_secrets(self.location)
+
     @property
     def name(self) -> str:
         """What messages and row references call it."""
-        return self.label or self.location
+        return self.label or self.address
 
     @property
     def by_offset(self) -> bool:
@@ -107,14 +111,9 @@ class DataFile:
 # --- names ---
 
 
-def is_url(location: str) -> bool:
-    """Whether it names a file system other than the local one."""
-    return _URL.match(location) is not None
-
-
 def base_name(location: str) -> str:
     """The last part of a path or URL, without a query."""
-    if location.startswith(("http://", "https://")):
+    if is_web(location):
         location = re.split(r"[?#]", location, maxsplit=1)[0]
     return location.rstrip("/").rsplit("/", 1)[-1] if is_url(location) else Path(location).name
 
@@ -188,111 +187,7 @@ def join(folder: str, name: str) -> str:
     return f"{folder.rstrip('/')}/{name}" if is_url(folder) else str(Path(folder) / name)
 
 
-# --- file systems ---
-
-
-def filesystem(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the path in it.
-
-    Raises:
-        NetworkError: it is on the network, which is forbidden.
-        DependencyError: its driver isn't installed.
-        DataError: no driver knows the scheme, or the driver refused.
-    """
-    match = _URL.match(url)
-    scheme = match[1].lower() if match else "file"
-    if scheme not in _NO_NETWORK:
-        require_network(url)
-    import fsspec
-    from fsspec.registry import known_implementations
-
-    try:
-        with remote_errors(url):
-            return fsspec.core.url_to_fs(url)
-    except ValueError as error:
-        raise DataError(f"no driver is known for {scheme}://", where=url, fix="copy the data here first") from error
-    except ImportError as error:
-        cause = error
-        while isinstance(cause.__cause__ or cause.__context__, ImportError):
-            cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
-        package = known_implementations.get(scheme, {}).get("class", scheme).partition(".")[0]
-        if package == "fsspec":
-            package = (cause.name or scheme).partition(".")[0]
-        raise DependencyError(
-            f"reading {scheme}:// needs the package {package!r}, and importing it failed: {cause}",
-            where=url,
-            fix=f"pip install {package}",
-        ) from error
-
-
-@contextmanager
-def remote_errors(location: str) -> Iterator[None]:
-    """Failures of a file system, as errors that name the location."""
-    try:
-        yield
-    except (SwiftError, ImportError, ValueError):
-        raise
-    except FileNotFoundError as error:
-        raise DataError("there is no such file", where=location, fix="check the URL") from error
-    except PermissionError as error:
-        raise DataError(
-            f"access is denied: {_first_line(error)}", where=location, fix="check the credentials of its driver"
-        ) from error
-    except Exception as error:  # drivers of file systems have no common type of error
-        if not is_url(location) and not isinstance(error, OSError):
-            raise
-        why = error.strerror if isinstance(error, OSError) and error.strerror else _first_line(error)
-        raise DataError(f"the file can't be read: {why}", where=location) from error
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
-
-
-class _Remote(io.RawIOBase):
-    """A file of a remote file system whose errors name it."""
-
-    def __init__(self, inner: Any, location: str, in_order: bool) -> None:
-        self.inner = inner
-        self.location = location
-        self.in_order = in_order
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return not self.in_order and bool(self.inner.seekable())
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        with self._errors():
-            return self.inner.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self.inner.tell()
-
-    def readinto(self, buffer: Any) -> int:
-        with self._errors():
-            data = self.inner.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            with remote_errors(self.location):
-                yield
-        except ValueError as error:  # so fsspec says that a server gives whole files only
-            raise DataError(
-                "the server gives whole files only, and this format is read from several places",
-                where=self.location,
-                fix="copy it here first",
-            ) from error
-
-    def close(self) -> None:
-        if not self.closed:
-            self.inner.close()
-        super().close()
+# --- opening and measuring ---
 
 
 def open_packed(location: str, *, anywhere: bool = False) -> io.BufferedReader:
@@ -314,9 +209,9 @@ def open_packed(location: str, *, anywhere: bool = False) -> io.BufferedReader:
                 raise DataError(f"the file can't be read: {error.strerror}", where=location) from error
     system, path = filesystem(location)
     with remote_errors(location):
-        in_order = not anywhere and _is_web(location) and not system.info(path).get("partial")
+        in_order = not anywhere and is_web(location) and not _info(location).get("partial")
         inner = system.open(path, "rb", **({"block_size": 0} if in_order else {}))
-        return io.BufferedReader(_Remote(inner, location, in_order), BUFFER_BYTES)
+        return io.BufferedReader(RemoteFile(inner, location, in_order), BUFFER_BYTES)
 
 
 def open_input(location: str) -> BinaryIO:
@@ -337,23 +232,48 @@ def size_of(location: str) -> int:
     if not is_url(location):
         with remote_errors(location):
             return Path(location).stat().st_size
-    system, path = filesystem(location)
     with remote_errors(location):
-        return int(system.info(path).get("size") or 0)
+        return int(_info(location).get("size") or 0)
 
 
-def stamp_of(location: str) -> str:
+_INFO_S = 60.0
+_STAMP = "swift_stamp"
+_MOST_INFOS = 10_000
+_known_infos: dict[str, tuple[float, dict[str, Any]]] = {}  # web address: when it was asked, what it said
+
+
+def _info(location: str, *, fresh: bool = False) -> dict[str, Any]:
+    """What the file system says of a file. A web server is asked once a minute: everybody here wants to know."""
+    system, path = filesystem(location)
+    if not is_web(location):
+        return system.info(path)
+    asked, info = _known_infos.get(location, (0.0, {}))
+    if fresh or not info or time.monotonic() - asked > _INFO_S:
+        _known_infos.pop(location, None)
+        info = system.info(path)
+        _known_infos[location] = (time.monotonic(), info)
+        while len(_known_infos) > _MOST_INFOS:
+            del _known_infos[next(iter(_known_infos))]
+    return info
+
+
+def stamp_of(location: str, *, fresh: bool = False) -> str:
     """A text that changes when the content may have changed: size and time, or the store's own tag.
 
     A server that gives neither tag nor time is asked for the beginning and the end of the file.
+
+    Args:
+        location: a path or URL.
+        fresh: ask a web server again, even if it was asked in the last minute.
     """
     if not is_url(location):
         with remote_errors(location):
             stat = Path(location).stat()
         return f"{stat.st_size}-{stat.st_mtime_ns}"
-    system, path = filesystem(location)
     with remote_errors(location):
-        info = system.info(path)
+        info = _info(location, fresh=fresh)
+        if _STAMP in info:
+            return info[_STAMP]
         size = info.get("size")
         for key in ("ETag", "etag", "mtime", "LastModified", "last_modified", "created", "sha256", "blob_id"):
             if info.get(key):
@@ -363,7 +283,8 @@ def stamp_of(location: str) -> str:
         if size and stream.seekable():
             stream.seek(max(0, size - (1 << 16)))
             digest.update(stream.read())
-    return f"{size}-{digest.hexdigest()}"
+    info[_STAMP] = f"{size}-{digest.hexdigest()}"
+    return info[_STAMP]
 
 
 # --- listing ---
@@ -377,7 +298,12 @@ def exists(location: str) -> bool:
         return Path(location).expanduser().exists()
     system, path = filesystem(location)
     with remote_errors(location):
-        return bool(system.exists(path))
+        if not is_web(location):
+            return bool(system.exists(path))
+        try:
+            return bool(_info(location))
+        except FileNotFoundError:
+            return False
 
 
 def is_file(location: str) -> bool:
@@ -387,11 +313,7 @@ def is_file(location: str) -> bool:
     system, path = filesystem(location)
     with remote_errors(location):
         # a web server lists nothing; what has the ending of a file is one
-        return bool(_endings(location)[0]) if _is_web(location) else bool(system.isfile(path))
-
-
-def _is_web(location: str) -> bool:
-    return location.startswith(("http://", "https://"))
+        return bool(_endings(location)[0]) if is_web(location) else bool(system.isfile(path))
 
 
 def is_folder(location: str) -> bool:
@@ -415,7 +337,7 @@ def list_folder(folder: str) -> tuple[list[str], list[str]]:
     with remote_errors(folder):
         for entry in system.ls(path, detail=True):
             name = system.unstrip_protocol(entry["name"].rstrip("/"))
-            web_folder = _is_web(folder) and not _endings(name)[0]
+            web_folder = is_web(folder) and not _endings(name)[0]
             (folders if entry["type"] == "directory" or web_folder else files).append(name)
     return sorted(files), sorted(folders)
 
@@ -453,7 +375,7 @@ def _once(paths: list[str]) -> list[str]:
 
 def has_pattern(location: str) -> bool:
     """Whether it is a pattern, not a name; `?` begins a query in a web address."""
-    return any(mark in location for mark in ("*[" if _is_web(location) else "*?["))
+    return any(mark in location for mark in ("*[" if is_web(location) else "*?["))
 
 
 def glob_files(pattern: str) -> list[str]:

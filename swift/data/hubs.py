@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from swift.core.errors import DataError, NetworkError, SwiftError, did_you_mean
+from swift.core.errors import DataError, NetworkError, SwiftError, did_you_mean, first_line
 from swift.core.extras import require
 from swift.core.logging import get_logger
 from swift.core.network import is_offline, uses_hf
@@ -309,7 +309,7 @@ def _hf_snapshot(hub_id: HubId, offline: bool) -> _Snapshot:
             patterns = [glob.escape(name) for name in chosen]
             folder = Path(snapshot_download(**where, allow_patterns=patterns, local_files_only=local))
         except down as error:
-            raise unreachable(reason if local else f"downloading failed ({_first_line(error)})", error) from error
+            raise unreachable(reason if local else f"downloading failed ({first_line(error)})", error) from error
         absent = [name for name in chosen if not (folder / name).is_file()]
         if absent:
             raise unreachable(f"{reason}; {absent[0]} is missing", None)
@@ -339,7 +339,7 @@ def _hf_snapshot(hub_id: HubId, offline: bool) -> _Snapshot:
             fix="check the spelling; private ones need: hf auth login; for ModelScope: ms::owner/name, --use_hf false",
         ) from error
     except down as error:
-        reason = f"the Hugging Face hub could not be reached ({_first_line(error)})"
+        reason = f"the Hugging Face hub could not be reached ({first_line(error)})"
         snapshot = cached(reason, (f"{reason}; the copy of {hub_id} in the cache is used",))
         log.warning("%s; using the copy of %s in the cache", reason, hub_id)
         return snapshot
@@ -371,7 +371,7 @@ def _ms_snapshot(hub_id: HubId, offline: bool) -> _Snapshot:
             )
         )
     except (ValueError, OSError, requests.RequestException) as error:
-        reason = "the network is forbidden (--offline)" if offline else f"ModelScope failed: {_first_line(error)}"
+        reason = "the network is forbidden (--offline)" if offline else f"ModelScope failed: {first_line(error)}"
         raise NetworkError(
             f"{hub_id} is not on this machine, and {reason}",
             fix=f"use local files, or fetch it once with network: modelscope download --dataset {hub_id.name}",
@@ -383,8 +383,3 @@ def _ms_snapshot(hub_id: HubId, offline: bool) -> _Snapshot:
         lambda: readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else "",
         lambda chosen: folder,
     )
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swift.config.data import DataConfig, RowsConfig
+from swift.core.addresses import without_secrets
 from swift.core.errors import DataError, NetworkError, SwiftError, UsageError, did_you_mean, nearest
 from swift.data.files import (
     COMPRESSIONS,
@@ -50,7 +51,7 @@ class Source:
     """One dataset argument, resolved.
 
     Attributes:
-        text: as the user wrote it.
+        text: as the user wrote it, without passwords and signatures.
         files: the files, in the order in which their rows count.
         count: rows wanted; None for all.
         self_cognition: whether {{NAME}} and {{AUTHOR}} are filled in.
@@ -117,20 +118,20 @@ def parse_source(text: str, *, fetch: bool = True) -> Source:
     """
     path, count = _split_count(text)
     if path in SELF_COGNITION:
-        return Source(text, (DataFile(str(SELF_COGNITION_FILE)),), count, self_cognition=True)
+        return Source(without_secrets(text), (DataFile(str(SELF_COGNITION_FILE)),), count, self_cognition=True)
     notes: list[str] = []
     hub_id = parse_hub_id(path)
     if hub_id is None:
         location, subset = _split_subset(path)
         if location is not None:
             files = _files(location, subset, notes)
-            return Source(text, tuple(files), count, notes=tuple(notes))
+            return Source(without_secrets(text), tuple(files), count, notes=tuple(notes))
         hub_id = _bare_hub_id(path)
         if hub_id is None:
             raise _not_found(path)
         notes.append(f"{path}: no such folder is here, so it is taken for the id {hub_id}")
     if not fetch:
-        return Source(text, (), count)
+        return Source(without_secrets(text), (), count)
     try:
         files = fetch_dataset(hub_id, notes)
     except NetworkError as error:
@@ -138,7 +139,7 @@ def parse_source(text: str, *, fetch: bool = True) -> Source:
             raise
         message = f"there is no file or folder {path!r}; as a data set on a hub: {error.message}"
         raise NetworkError(message, where=error.where, fix=error.fix) from error
-    return Source(text, tuple(files), count, notes=tuple(notes))
+    return Source(without_secrets(text), tuple(files), count, notes=tuple(notes))
 
 
 def _exists(text: str) -> bool:
@@ -237,7 +238,8 @@ def _without_documents(folder: str, files: list[str], notes: list[str]) -> list[
     if not rows or len(rows) == len(files):
         return files
     kinds = "/".join(sorted({format_of(path) for path in files} & DOCUMENT_FORMATS))
-    notes.append(f"{folder}: {len(files) - len(rows)} {kinds} file(s) beside the data files were not read")
+    beside = len(files) - len(rows)
+    notes.append(f"{without_secrets(folder)}: {beside} {kinds} file(s) beside the data files were not read")
     return rows
 
 

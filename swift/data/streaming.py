@@ -100,7 +100,7 @@ class StreamSet:
 
     def digest(self) -> str:
         """Identifies the rows and their encoding: settings, and each file's name and stamp."""
-        names = [[source.text, source.count, [f.location for f in source.files]] for source in self.sources]
+        names = [[source.text, source.count, [f.address for f in source.files]] for source in self.sources]
         encoder = self.task.encoder
         parts = [names, self.stamps, repr(self.task.options), encoder.fingerprint() if encoder else None]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
@@ -221,7 +221,7 @@ def open_stream(
         if source.self_cognition
     }
     task = StreamTask(row_options(data, need_answer=True), encoder, identities=identities)
-    here = {file.location: stamp_of(file.location) for source in sources for file in source.files}
+    here = {file.address: stamp_of(file.location) for source in sources for file in source.files}
     if saved is None:
         facts = [_look_at(number, source, task) for number, source in enumerate(sources)]
         return StreamSet(list(sources), data, template, task, seed, here, here, facts)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from swift.config.model import ModelConfig
-from swift.core.errors import ModelError, NetworkError, nearest
+from swift.core.errors import ModelError, NetworkError, first_line, nearest
 from swift.core.extras import require
 from swift.core.logging import get_logger
 from swift.core.network import set_offline
@@ -284,7 +284,7 @@ def _download_hf(name: str, config: ModelConfig) -> Path:
             fix="check the spelling; private models need: hf auth login; for ModelScope: --use_hf false",
         ) from error
     except (HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        reason = f"the Hugging Face hub could not be reached ({_first_line(error)})"
+        reason = f"the Hugging Face hub could not be reached ({first_line(error)})"
         folder = _from_cache(name, cached, LocalEntryNotFoundError, reason)
         log.warning("%s; using the copy in %s", reason, folder)
         return folder
@@ -323,17 +323,10 @@ def _download_modelscope(name: str, config: ModelConfig) -> Path:
     try:
         folder = modelscope.snapshot_download(name, revision=config.model_revision, local_files_only=config.offline)
     except (ValueError, OSError, requests.RequestException) as error:
-        reason = (
-            "the network is forbidden (--offline)" if config.offline else f"ModelScope failed: {_first_line(error)}"
-        )
+        reason = "the network is forbidden (--offline)" if config.offline else f"ModelScope failed: {first_line(error)}"
         raise NetworkError(
             f"{name} is not on this machine, and {reason}",
             where="--model",
             fix="use a local folder, or fetch it once with network: modelscope download " + name,
         ) from error
     return check_model_folder(Path(folder))
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from swift.core.addresses import without_secrets
 from swift.core.devices import cpu_name, total_memory_bytes
 from swift.core.files import human_bytes, write_atomic
 from swift.core.version import __version__
@@ -109,7 +110,11 @@ def _image(path: Path) -> str:
 
 
 def _verbatim(path: Path) -> str:
-    return f"<pre>{escape(path.read_text(encoding='utf-8', errors='replace'))}</pre>" if path.exists() else ""
+    return (
+        f"<pre>{escape(without_secrets(path.read_text(encoding='utf-8', errors='replace')))}</pre>"
+        if path.exists()
+        else ""
+    )
 
 
 def _ledger(path: Path) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
 from swift.config.fields import setting
-from swift.core.errors import DependencyError, ModelError, NetworkError, UsageError
+from swift.core.errors import DependencyError, ModelError, NetworkError, UsageError, first_line
 from swift.data.augment.apertium import Apertium
 from swift.data.augment.text import PROTECTABLE, kept_spans, kept_texts, paragraphs, sentences
 from swift.data.augment.transform import TRANSFORMS, Request, Transform, Unchanged
@@ -178,7 +178,7 @@ class _Model:
             self.model: Any = AutoModelForSeq2SeqLM.from_pretrained(name, local_files_only=offline)
         except ImportError as error:
             raise DependencyError(
-                f"the tokenizer of {name} needs a package that is missing: {_first_line(error)}",
+                f"the tokenizer of {name} needs a package that is missing: {first_line(error)}",
                 where="text.back_translation.model",
                 fix='pip install "swift-llm[data]" (it brings sentencepiece)',
             ) from error
@@ -186,7 +186,7 @@ class _Model:
             kind = NetworkError if offline and isinstance(error, OSError) else ModelError
             raise kind(
                 f"the translation model {name} can't be loaded{' without the network' if offline else ''}: "
-                f"{_first_line(error)}",
+                f"{first_line(error)}",
                 where="text.back_translation.model",
                 fix='name a folder with a model, fetch it while online, or use "backend": "apertium"',
             ) from error
@@ -261,7 +261,3 @@ class _Model:
                 )
             results += self.tokenizer.batch_decode(output, skip_special_tokens=True)
         return results
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -59,7 +59,7 @@ class Shard:
 
     def as_json(self) -> dict[str, Any]:
         """For manifests and fingerprints."""
-        values: dict[str, Any] = {"location": self.file.location, "stamp": self.stamp, "bytes": self.size}
+        values: dict[str, Any] = {"location": self.file.address, "stamp": self.stamp, "bytes": self.size}
         for name in ("part", "span"):
             if getattr(self.file, name) is not None:
                 values[name] = getattr(self.file, name)
@@ -83,10 +83,10 @@ def list_shards(recipe: Recipe) -> list[Shard]:
                 "self-cognition rows are templates that training fills in", where="input", fix="give it to --dataset"
             )
         for file in source.files:
-            before = seen.setdefault((file.location, file.part), spec.path)
+            before = seen.setdefault((file.address, file.part), spec.path)
             if before != spec.path or sum(f == file for f in source.files) > 1:
                 raise UsageError(
-                    f"{file.location} is read twice: its rows would have the same ids",
+                    f"{file.address} is read twice: its rows would have the same ids",
                     where=f"input {before} and {spec.path}",
                     fix="name it once; weights of sources belong to the mixing of a training",
                 )
@@ -182,7 +182,7 @@ class ShardReading:
         Raises:
             DataError: it has changed, so the shards of the run don't belong together.
         """
-        if stamp_of(self.shard.file.location) != self.shard.stamp:
+        if stamp_of(self.shard.file.location, fresh=True) != self.shard.stamp:
             raise changed_input(self.shard.file.location)
 
     def _rows(self) -> Iterator[RawRow]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import orjson
 
+from swift.core.addresses import values_without_secrets, without_secrets
 from swift.core.errors import DataError, SwiftError, UsageError
 from swift.core.files import disk_errors, human_bytes, write_atomic
 from swift.core.network import set_offline
@@ -217,8 +218,8 @@ class _Run:
         path = self.job.work / "plan"
         plan = {
             "fingerprint": self.fingerprint,
-            "inputs": [[item.path, item.text_column] for item in self.recipe.input],
-            "files": {shard.file.location: shard.stamp for shard in self.job.shards},
+            "inputs": [[without_secrets(item.path), item.text_column] for item in self.recipe.input],
+            "files": {shard.file.address: shard.stamp for shard in self.job.shards},
         }
         if self.rank > 0:
 
@@ -357,7 +358,7 @@ class _Run:
         write_atomic(self.output / summary.LEDGER, orjson.dumps(ledger, option=orjson.OPT_INDENT_2))
         if self.recipe.keep_dropped:
             summary.write_dropped([self.job.folder(*task) for task in tasks], self.output)
-        manifest["recipe"] = self.recipe.as_json()
+        manifest["recipe"] = values_without_secrets(self.recipe.as_json())
         manifest["inputs"] = [shard.as_json() for shard in self.job.shards]
         write_report(self.output, ledger, manifest)
         as_json = orjson.dumps(manifest, option=orjson.OPT_INDENT_2, default=str)
