@@ -13,6 +13,7 @@ import io
 import os
 import re
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -325,11 +326,13 @@ def is_folder(location: str) -> bool:
         return not is_file(location) and bool(system.isdir(path))
 
 
-def list_folder(folder: str) -> tuple[list[str], list[str]]:
-    """The files and the folders in a folder, as locations, sorted."""
+def list_folder(folder: str, *, strict: bool = False) -> tuple[list[str], list[str]]:
+    """The files and the folders in a folder, as locations, sorted; `strict` refuses links that lead nowhere."""
     if not is_url(folder):
         with remote_errors(folder):
             entries = sorted(Path(folder).iterdir())
+        if strict:
+            refuse_dead_links(entries)
         return [str(e) for e in entries if e.is_file()], [str(e) for e in entries if e.is_dir()]
     system, path = filesystem(folder)
     files: list[str] = []
@@ -342,12 +345,42 @@ def list_folder(folder: str) -> tuple[list[str], list[str]]:
     return sorted(files), sorted(folders)
 
 
-def walk_files(folder: str) -> list[str]:
-    """All files below a folder, sorted. Links are followed; a loop of links ends, and each real file comes once."""
+def refuse_dead_links(paths: Iterable[str | Path]) -> None:
+    """Refuse data that a link promises and that isn't there: left out in silence, nobody would miss it.
+
+    Args:
+        paths: what was found in a folder. Hidden names and other endings than those of data don't matter; a name
+            without an ending may be that of a folder.
+
+    Raises:
+        DataError: a link leads nowhere.
+    """
+    for path in map(Path, paths):
+        hidden = path.name.startswith((".", "_"))
+        if path.is_symlink() and not path.exists() and not hidden and (not path.suffix or is_data_file(path)):
+            raise DataError(
+                f"the link leads nowhere: {path.name} -> {path.readlink()}",
+                where=str(path),
+                fix="remove the link, or put back what it names",
+            )
+
+
+def walk_files(folder: str, *, strict: bool = True, wanted: Callable[[str], Any] | None = None) -> list[str]:
+    """All files below a folder, sorted. Links are followed; a loop of links ends, and each real file comes once.
+
+    Args:
+        folder: a path or URL.
+        strict: refuse links that lead nowhere, of those files that are `wanted`.
+        wanted: says of a path whether it matters; None: all do.
+
+    Raises:
+        DataError: the folder can't be read; or such a link.
+    """
     if is_url(folder):
         system, path = filesystem(folder)
         with remote_errors(folder):
-            return sorted(system.unstrip_protocol(name) for name in system.find(path))
+            names = sorted(system.unstrip_protocol(name) for name in system.find(path))
+            return [name for name in names if wanted is None or wanted(name)]
     found: list[str] = []
     seen: set[tuple[int, int]] = set()
     for root, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
@@ -357,7 +390,11 @@ def walk_files(folder: str) -> list[str]:
             folders.clear()
             continue
         seen.add((stat.st_dev, stat.st_ino))
-        found += [str(Path(root) / name) for name in names if (Path(root) / name).is_file()]
+        paths = [str(Path(root) / name) for name in names]
+        chosen = [path for path in paths if wanted is None or wanted(path)]
+        if strict:
+            refuse_dead_links([*chosen, *(path for path in paths if not Path(path).suffix)])
+        found += [path for path in chosen if Path(path).is_file()]
     return _once(sorted(found))
 
 
@@ -387,12 +424,14 @@ def glob_files(pattern: str) -> list[str]:
         return sorted(system.unstrip_protocol(name) for name, info in found.items() if info["type"] == "file")
     pattern = str(Path(pattern).expanduser())
     if "**" not in pattern:
-        return _once([p for p in glob.glob(pattern) if Path(p).is_file()])  # noqa: PTH207
+        matching = glob.glob(pattern)  # noqa: PTH207
+        refuse_dead_links(matching)
+        return _once([path for path in matching if Path(path).is_file()])
     parts = Path(pattern).parts
     fixed = next(index for index, part in enumerate(parts) if has_pattern(part))
     root = Path(*parts[:fixed])
     matches = path_pattern("/".join(parts[fixed:])).fullmatch
-    return [path for path in walk_files(str(root)) if matches(Path(path).relative_to(root).as_posix())]
+    return walk_files(str(root), wanted=lambda path: matches(Path(path).relative_to(root).as_posix()))
 
 
 def list_inputs(location: str) -> list[str]:
@@ -406,7 +445,7 @@ def list_inputs(location: str) -> list[str]:
     if has_pattern(location) and not exists(location):
         found = glob_files(location)
     elif is_folder(location):
-        found = list_folder(location)[0]
+        found = list_folder(location, strict=True)[0]
         found = found if is_url(location) else _once(found)
     else:
         raise DataError("there is no such file or folder", where=location)

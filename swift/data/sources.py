@@ -32,6 +32,7 @@ from swift.data.files import (
     is_url,
     join,
     list_folder,
+    refuse_dead_links,
     stem_of,
     walk_files,
 )
@@ -244,7 +245,7 @@ def _without_documents(folder: str, files: list[str], notes: list[str]) -> list[
 
 
 def _files_of_folder(folder: str, notes: list[str]) -> list[DataFile]:
-    here, below = list_folder(folder)
+    here, below = list_folder(folder, strict=True)
     files = _without_documents(folder, [path for path in here if is_data_file(path)], notes)
     if files:
         return _as_files(files)
@@ -264,6 +265,8 @@ def _subset_of_folder(folder: str, name: str, notes: list[str]) -> list[DataFile
     if name in names:
         return _files_of_folder(names[name], notes) if names[name] in below else _parts_of_file(names[name], None)
     files = [path for path in here if is_data_file(path) and _SHARD.sub("", stem_of(path)) == name]
+    if not is_url(folder):
+        refuse_dead_links(path for path in Path(folder).iterdir() if _SHARD.sub("", stem_of(str(path))) == name)
     if files:
         return _as_files(files)
     if "/" not in name and is_folder(join(folder, name)):  # a listing that hides folders
@@ -277,7 +280,9 @@ def _subset_of_folder(folder: str, name: str, notes: list[str]) -> list[DataFile
 
 
 def _subsets(here: list[str], below: list[str]) -> list[str]:
-    names = {base_name(folder) for folder in below if any(is_data_file(path) for path in walk_files(folder))}
+    names = {
+        base_name(folder) for folder in below if any(is_data_file(path) for path in walk_files(folder, strict=False))
+    }
     names |= {_SHARD.sub("", stem_of(path)) for path in here if is_data_file(path)}
     return sorted(names)
 

@@ -167,14 +167,37 @@ def test_loops_of_links_end_and_each_file_comes_once(tmp_path: Path, monkeypatch
     Path("d/there").symlink_to("../elsewhere")
     Path("elsewhere/back").symlink_to("../d")
     Path("d/again.jsonl").symlink_to("a.jsonl")
-    Path("d/gone.jsonl").symlink_to("nowhere.jsonl")
-    Path("d/round.jsonl").symlink_to("round.jsonl")
     for argument in ("d:all", "d/**/*.jsonl", f"{tmp_path}/d/**"):
         found = [os.path.realpath(file.location) for file in parse_source(argument).files]
         assert sorted(found) == sorted(os.path.realpath(p) for p in ("d/a.jsonl", "d/sub/b.jsonl", "elsewhere/c.jsonl"))
     assert [Path(p).name for p in list_inputs("d")] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("target", ["nowhere.jsonl", "train-00002.jsonl"])
+def test_a_link_that_leads_nowhere_is_an_error(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    put(tmp_path / "d/train-00001.jsonl", JSONL)
+    put(tmp_path / "d/test.jsonl", JSONL)
+    link = Path("d/train-00002.jsonl")
+    link.symlink_to(target)
+    for argument in ("d", "d:all", "d:train", "d/*.jsonl", "d/train*", "**/*.jsonl", ".:d", f"{tmp_path}/d/**"):
+        with pytest.raises(DataError, match=f"train-00002.jsonl -> {target}") as caught:
+            parse_source(argument)
+        assert str(caught.value.where).endswith("d/train-00002.jsonl") and "remove the link" in str(caught.value.fix)
+    with pytest.raises(DataError, match="leads nowhere"):
+        list_inputs("d")
+    for argument in ("d:test", "d/test*", "**/test.jsonl"):  # what nobody asked for
+        assert [Path(file.location).name for file in parse_source(argument).files] == ["test.jsonl"]
     with pytest.raises(DataError):
-        parse_source("d/round.jsonl")
+        parse_source(str(link))
+    link.unlink()
+    Path("d/.#train.jsonl").symlink_to("someone@machine")  # an editor's lock
+    Path("d/notes.log").symlink_to("gone.log")
+    assert len(parse_source("d:all").files) == 2
+    Path("d/more").symlink_to("a-disk-that-is-away")
+    for argument in ("d", "d:all", "d/**/*.jsonl"):
+        with pytest.raises(DataError, match="more -> a-disk"):
+            parse_source(argument)
 
 
 def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
