@@ -24,6 +24,7 @@ import numpy as np
 import orjson
 
 from swift.core.errors import DataError
+from swift.data.handover import UNGUARDED, Handover, handed_over
 from swift.data.readers import RawRow, parse_raw
 from swift.data.rows import Row, RowProblem, RowRef, excerpt
 from swift.data.selfcog import Identity, fill_identity
@@ -233,6 +234,7 @@ class Workers:
         self.num_proc = num_proc
         self.flag = flag
         self._pool: ProcessPoolExecutor | None = None
+        self._handover: Handover | None = None
 
     def __enter__(self) -> Workers:
         return self
@@ -240,6 +242,8 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         if self._pool:
             self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._handover:
+            self._handover.close()
 
     def run(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, ChunkResult]]:
         """Each chunk with its result, in order.
@@ -270,7 +274,11 @@ class Workers:
             return future
         if not self._pool:
             # spawn, not fork: threads of tokenizers and torch don't survive a fork
-            self._pool = ProcessPoolExecutor(self.num_proc, get_context("spawn"), _start_worker, (self.task,))
+            self._handover = Handover(self.task)
+            arguments = (self._handover.path,)
+            self._pool = ProcessPoolExecutor(self.num_proc, get_context("spawn"), _start_worker, arguments)
+            # one that can't start dies here, and not while a large chunk is being written to it
+            self.result(self._pool.submit(_nothing))  # type: ignore[arg-type]
         try:
             return self._pool.submit(_work, chunk)
         except BrokenProcessPool as error:
@@ -291,20 +299,19 @@ class Workers:
         return DataError(
             "a process that reads rows died (killed for memory, or it could not start)",
             where=self.flag,
-            fix=f"lower {self.flag}; a Python script that uses it must guard its code with "
-            "`if __name__ == '__main__':`",
+            fix=f"lower {self.flag}; {UNGUARDED}",
         )
 
 
 _task: Task | None = None
 
 
-def _start_worker(task: Task) -> None:
+def _start_worker(task: str) -> None:
     global _task
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core per worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _task = task
+    _task = handed_over(task)
 
 
 def _end_with_parent() -> None:
@@ -313,6 +320,10 @@ def _end_with_parent() -> None:
     if parent:
         parent.join()
         os._exit(1)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _work(chunk: Chunk) -> ChunkResult:

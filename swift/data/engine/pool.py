@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from swift.core.errors import SwiftError
 from swift.data.engine.task import Job, Pieces, Worker
+from swift.data.handover import UNGUARDED, Handover, handed_over
 
 GRACE_S = 10.0
 _POLL_S = 0.2
@@ -126,6 +127,7 @@ class _Process:
     process: BaseProcess
     pipe: Connection
     call: Call | None = None
+    has_answered: bool = False
 
 
 class LocalPool:
@@ -134,6 +136,7 @@ class LocalPool:
     def __init__(self, job: Job, num_proc: int, stop: StopRequest) -> None:
         self._job, self._num_proc, self._stop = job, num_proc, stop
         self._processes: list[_Process] = []
+        self._handover: Handover | None = None
 
     def run(self, calls: Sequence[Call], done: Done) -> None:
         """See `Executor`."""
@@ -173,12 +176,14 @@ class LocalPool:
                 idle.append(self._start())
             item = idle.pop()
             item.call = waiting.popleft()
-            item.pipe.send(item.call)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is dead, as `_take` will find
+                item.pipe.send(item.call)
 
     def _start(self) -> _Process:
         context = get_context("spawn")  # forked children would inherit threads' locks and this process's memory
         here, there = context.Pipe()
-        process = context.Process(target=_serve, args=(there, self._job), daemon=True)
+        self._handover = self._handover or Handover(self._job)
+        process = context.Process(target=_serve, args=(there, self._handover.path), daemon=True)
         process.start()
         there.close()
         item = _Process(process, here)
@@ -196,8 +201,8 @@ class LocalPool:
             item.process.join(5)
             if item.process.exitcode == 128 + signal.SIGTERM:  # a scheduler's request reaches all processes at once
                 raise Stopped(signal.SIGTERM) from None
-            raise _death(item.process.exitcode, call) from None
-        item.call = None
+            raise _death(item.process.exitcode, call, item.has_answered) from None
+        item.call, item.has_answered = None, True
         if kind == "done":
             done(call, value)
             return
@@ -216,9 +221,12 @@ class LocalPool:
                 item.process.join()
             item.pipe.close()
         self._processes = []
+        if self._handover:
+            self._handover.close()
+            self._handover = None
 
 
-def _death(code: int | None, call: Call) -> SwiftError:
+def _death(code: int | None, call: Call, has_answered: bool) -> SwiftError:
     if code is not None and code < 0:
         try:
             how = f"was ended by {signal.Signals(-code).name}"
@@ -233,16 +241,17 @@ def _death(code: int | None, call: Call) -> SwiftError:
         fix=(
             "run it again with fewer processes (--num_proc): tasks that are done stay done"
             if killed
-            else "run it again: tasks that are done stay done"
+            else "run it again: tasks that are done stay done" + ("" if has_answered or code != 1 else f"; {UNGUARDED}")
         ),
     )
 
 
-def _serve(pipe: Connection, job: Job) -> None:
+def _serve(pipe: Connection, job_path: str) -> None:
     """A worker process: tasks come through the pipe, markers go back."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the parent decides
     signal.signal(signal.SIGTERM, _leave)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    job: Job = handed_over(job_path)
     worker: Worker | None = None
     while True:
         try:
