@@ -26,6 +26,7 @@ from swift.data.sources import parse_source
 BATCH_ROWS = 256
 BATCH_CHARACTERS = 1 << 20
 _COLUMNAR = ("parquet", "arrow")
+_MOST_NESTED = 200  # lists and objects in each other; the writer of JSON takes 254, the files between stages add some
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,8 @@ class ShardReading:
         doc_id = f"{self._prefix}{line}"
         try:
             record = parse_line(raw) if isinstance(raw, bytes) else parse_raw(raw)
+            if not isinstance(raw, bytes) or raw.count(b"[") + raw.count(b"{") > _MOST_NESTED:
+                _refuse_deep(record)
             if self._columnar:
                 record = {key: _plain(value) for key, value in record.items()}
             document = document_from(record, doc_id, column=self.spec.text_column)
@@ -278,6 +281,25 @@ def changed_input(location: str) -> DataError:
         where=location,
         fix="--restart forgets what is done and reads everything again; or put the old file back",
     )
+
+
+def _refuse_deep(record: dict[str, Any]) -> None:
+    """A row that can be read but not be written again is a bad row.
+
+    Raises:
+        RowProblem: if so.
+    """
+    level: list[Any] = [record]
+    for _ in range(_MOST_NESTED):
+        level = [
+            item
+            for value in level
+            for item in (value.values() if isinstance(value, dict) else value)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return
+    raise RowProblem("too_deep", f"the row holds more than {_MOST_NESTED} lists or objects within each other")
 
 
 def domain_of(record: dict[str, Any]) -> str | None:

@@ -22,7 +22,7 @@ from swift.core.network import set_offline
 from swift.core.version import __version__
 from swift.data.engine import summary
 from swift.data.engine.blocks import read_index
-from swift.data.engine.inputs import changed_input, list_shards, refuse_too_many
+from swift.data.engine.inputs import Shard, changed_input, list_shards, refuse_too_many
 from swift.data.engine.pool import Call, Executor, InProcess, LocalPool, StopRequest
 from swift.data.engine.progress import Progress, duration
 from swift.data.engine.ranks import Ranks, rank_and_size
@@ -131,6 +131,7 @@ class _Run:
             set_offline()
         self.output = Path(self.recipe.output.path).expanduser().absolute()
         shards = list_shards(self.recipe)
+        self._refuse_own_output(shards)
         self.job = Job(self.recipe, shards, self.output / summary.WORK)
         self.stages = plan_stages(self.recipe, shards)
         if self.options.restart and self.size > 1:
@@ -198,6 +199,20 @@ class _Run:
             where=str(self.output),
             fix="choose another --output, or --restart to make it anew",
         )
+
+    def _refuse_own_output(self, shards: list[Shard]) -> None:
+        """The output isn't read as input: neither what an earlier run has left there, nor what a restart removes."""
+        output = os.path.realpath(self.output)
+        for shard in shards:
+            if "://" in shard.file.location:
+                continue
+            path = os.path.realpath(shard.file.location)
+            if os.path.commonpath([path, output]) == output:
+                raise UsageError(
+                    f"the input {shard.file.address} lies in the output folder",
+                    where=self.recipe.input[shard.input].path,
+                    fix="choose an output folder outside of what is read",
+                )
 
     def _claim_output(self) -> None:
         """The output folder is new, or ours: nobody's files are mixed with the result."""

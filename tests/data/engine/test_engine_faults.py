@@ -273,3 +273,49 @@ def test_offline_refuses_what_would_have_to_be_fetched(run, recipe_of, monkeypat
     with pytest.raises(NetworkError):
         run({**recipe_of([], offline=True), "input": ["hf::nobody/nothing"]})
     assert os.environ["HF_HUB_OFFLINE"] == "1"  # workers inherit it
+
+
+@pytest.mark.parametrize(
+    ("does", "told"),
+    [
+        ("return None", "NoneType"),
+        ("return batch[:1] + batch", "same document twice"),
+        ("tally.drop(batch[0], 'why'); return batch", "hands on as well"),
+        ("batch[0].texts[0] = 5; return batch", "a text that is none"),
+        ("batch[0].texts.clear(); return batch", "0 texts in place of 1"),
+    ],
+)
+def test_an_operator_that_breaks_the_contract_is_named(run, recipe_of, tmp_path, does, told):
+    name = f"wrong_{len(does)}"
+    plugin = tmp_path / f"{name}.py"
+    plugin.write_text(
+        "from dataclasses import dataclass\n"
+        "from swift.data.engine.operator import OPERATORS, MapOperator\n"
+        f"@OPERATORS.register('{name}')\n@dataclass\nclass Wrong(MapOperator):\n"
+        f"    '''Wrong.'''\n    def run(self, batch, tally):\n        {does}\n"
+    )
+    with pytest.raises(SwiftError) as caught:
+        run({**recipe_of([name]), "plugins": [str(plugin)]})
+    assert name in caught.value.message and told in caught.value.message
+
+
+@pytest.mark.parametrize("format", ["jsonl", "json"])
+def test_a_row_too_deep_to_be_written_is_a_bad_row(run, recipe_of, tmp_path, rows_of, format):
+    path = tmp_path / f"deep.{format}"
+    good, deep = '{"text": "a good row"}', '{"text": "a deep row", "d": ' + "[" * 300 + "]" * 300 + "}"
+    path.write_text(f"[{good},\n{deep}]" if format == "json" else f"{good}\n{deep}\n")
+    recipe = {**recipe_of([]), "input": [str(path)]}
+    with pytest.raises(DataError, match="too_deep") as caught:
+        run(recipe)
+    assert caught.value.where == f"{path}:2"
+    assert len(rows_of(run({**recipe, "on_bad_row": "drop", "max_bad_rows": 1}).output)) == 1
+
+
+def test_the_output_is_never_read_as_input(run, recipe_of, rows_folder):
+    recipe = {**recipe_of([]), "input": [f"{rows_folder}:all"], "output": {"path": str(rows_folder / "clean")}}
+    output = run(recipe).output
+    before = sorted(path.name for path in output.iterdir())
+    for restart in (False, True):
+        with pytest.raises(UsageError, match="lies in the output folder"):
+            run(recipe, restart=restart)
+    assert sorted(path.name for path in output.iterdir()) == before
