@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 from typing import Any
 
+import numpy as np
 import orjson
 
 from swift.data.rows import RowProblem, excerpt
@@ -20,8 +22,7 @@ _GUESS_BYTES = 1 << 14
 def parse_line(raw: bytes) -> dict[str, Any]:
     """The object in one line of JSON.
 
-    NaN and Infinity, which Python writes and JSON forbids, are read as null: harmless in a column that nothing uses,
-    and refused as null in one that is used.
+    NaN and Infinity, which Python writes and JSON forbids, and numbers as large as infinity are refused.
 
     Raises:
         RowProblem: `bad_encoding`, `nul_byte`, `not_json`, `not_an_object` or `duplicate_key`.
@@ -51,9 +52,45 @@ def _loads_once(text: bytes | str) -> Any:
         json.JSONDecodeError: it isn't JSON.
     """
     try:
-        return json.loads(text, object_pairs_hook=pairs_once, parse_constant=lambda _: None)
+        return json.loads(text, object_pairs_hook=pairs_once, parse_constant=_refuse_number, parse_float=_finite)
     except RecursionError as error:
         raise RowProblem("not_json", "the JSON is nested too deeply") from error
+
+
+def number_problem(text: str) -> RowProblem:
+    """For NaN, Infinity and numbers that are too large for one."""
+    return RowProblem(
+        "not_json",
+        f"{text[:20]} is no number in JSON",
+        "write null, or leave the key out: pandas' to_json does, json.dumps(…, allow_nan=False) says where one is",
+    )
+
+
+def _refuse_number(text: str) -> None:
+    raise number_problem(text)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise number_problem(text)
+    return value
+
+
+def non_finite_field(value: Any) -> str | None:
+    """The dotted name of the first field that holds NaN or infinity, which JSON can't; None if there is none."""
+    waiting: list[tuple[str, Any]] = [("", value)]
+    while waiting:
+        name, item = waiting.pop()
+        if isinstance(item, dict):
+            waiting.extend((f"{name}.{key}", inner) for key, inner in reversed(item.items()))
+        elif isinstance(item, list | tuple):
+            waiting.extend((f"{name}.{number}", inner) for number, inner in reversed(list(enumerate(item))))
+        elif isinstance(item, np.ndarray):
+            waiting.append((name, item.tolist()))
+        elif isinstance(item, float | np.floating) and not math.isfinite(item):
+            return name.removeprefix(".")
+    return None
 
 
 def _count_colons(value: Any) -> int:

@@ -19,6 +19,7 @@ import orjson
 
 from swift.core.errors import DataError, UsageError
 from swift.core.files import disk_errors, fsync_dir
+from swift.data.parse_json import non_finite_field
 
 FORMATS = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet")
 _BUFFER_BYTES = 1 << 20
@@ -113,6 +114,12 @@ class RecordWriter:
                     where=str(self.path),
                     fix="records hold texts, numbers up to 64 bits, booleans, lists and objects with texts as keys",
                 ) from error
+            if b"null" in line and (field := non_finite_field(record)) is not None:  # orjson writes them as null
+                raise DataError(
+                    f"record {self.rows + 1} can't be written: its field {field} is NaN or infinity",
+                    where=str(self.path),
+                    fix="what makes the field should leave it out, or make it None",
+                )
             with disk_errors(self.path, len(line)):
                 if self._table:
                     self._table.add(record, len(line))

@@ -17,7 +17,8 @@ import zstandard
 
 from swift.core.errors import DataError
 from swift.core.files import disk_errors
-from swift.data.engine.document import Document
+from swift.data.engine.document import META_KEY, Document
+from swift.data.parse_json import non_finite_field
 
 FILE_NAME, INDEX_NAME = "documents.zst", "blocks"
 _BLOCK_BYTES = 1 << 20
@@ -111,9 +112,23 @@ def _packed(document: Document) -> bytes:
     document.meta = meta
     values = [document.id, record, document.paths, document.roles, meta]
     try:
-        return orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
+        line = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:  # whole numbers of more than 64 bits
-        return json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode()
+        line = json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode()
+    # orjson writes NaN and infinity as null, json as words
+    if b"null" in line or b"NaN" in line or b"Infinity" in line:
+        _refuse_non_finite(document, record)
+    return line
+
+
+def _refuse_non_finite(document: Document, record: dict[str, Any]) -> None:
+    field = non_finite_field({**record, META_KEY: document.meta})
+    if field is not None:
+        raise DataError(
+            f"the field {field} is NaN or infinity, which can't be written",
+            where=document.id,
+            fix="the operator that makes the field should leave it out, or make it None",
+        )
 
 
 def _unpacked(line: bytes) -> Document:

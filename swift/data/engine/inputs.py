@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import datetime
 import decimal
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from swift.data.engine.document import Document, document_from
 from swift.data.engine.recipe import InputSpec, Recipe
 from swift.data.engine.tally import Tally
 from swift.data.files import DataFile, size_of, stamp_of
-from swift.data.parse_json import parse_line
+from swift.data.parse_json import non_finite_field, parse_line
 from swift.data.readers import FileTally, RawRow, parse_raw, read_raw, split_file
 from swift.data.rows import RowProblem
 from swift.data.sources import parse_source
@@ -220,6 +221,8 @@ class ShardReading:
             if not isinstance(raw, bytes) or raw.count(b"[") + raw.count(b"{") > _MOST_NESTED:
                 _refuse_deep(record)
             if self._columnar:
+                if non_finite_field(record) is not None:
+                    self.tally.count("numbers", "NaN or infinity, read as null")
                 record = {key: _plain(value) for key, value in record.items()}
             document = document_from(record, doc_id, column=self.spec.text_column)
         except RowProblem as problem:
@@ -318,6 +321,8 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
     if isinstance(value, bytes):

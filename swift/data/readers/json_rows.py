@@ -17,7 +17,9 @@ from swift.data.files import DataFile
 from swift.data.parse_json import (
     encoding_complaint,
     json_problem,
+    non_finite_field,
     nul_problem,
+    number_problem,
     pairs_once,
     refuse_lone_surrogates,
 )
@@ -26,7 +28,8 @@ from swift.data.rows import RowProblem, excerpt
 
 # keys that make a top-level object of a .json file one row rather than a table of rows
 _ROW_KEYS = {"messages", "conversations", "conversation", "history", "tools"}
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+# escapes that may be half a character, and numbers that may be too large for one
+_ODD = re.compile(r"\\u[dD][89a-fA-F]|\d[eE]\+?\d{3}|\d{300}")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _PIECE = 1 << 18  # bytes read at a time, at least
 _MARGIN = 16  # characters: no literal or escape is longer
@@ -60,7 +63,7 @@ def _rows(window: _Window, file: DataFile, tally: FileTally) -> Iterator[RawRow]
     if window.at(window.skip(end)) == "":
         position, single = _rows_in_object(value, window, start, file)
         if single:
-            yield window.line(start), _row_or_problem(value, window.text[start:end])
+            yield window.line(start), _row_or_problem(value, window.text[start:end], window.constant)
         else:
             yield from window.items(position)
         return
@@ -72,7 +75,7 @@ def _rows(window: _Window, file: DataFile, tally: FileTally) -> Iterator[RawRow]
         )
     tally.notes.append(f"{file.name}: read as jsonl (one object after another)")
     while True:
-        yield window.line(start), _row_or_problem(value, window.text[start:end])
+        yield window.line(start), _row_or_problem(value, window.text[start:end], window.constant)
         start = window.skip(window.drop(end))
         if window.at(start) == "":
             return
@@ -114,12 +117,16 @@ class _Window:
         self.file = source.file
         self.text = ""
         self.ended = False
-        self.decoder = json.JSONDecoder(object_pairs_hook=pairs_once, parse_constant=lambda _: None)
+        self.decoder = json.JSONDecoder(object_pairs_hook=pairs_once, parse_constant=self._constant)
+        self.constant: str | None = None  # NaN or Infinity, if the last value holds one
         self._utf8 = codecs.getincrementaldecoder("utf-8")()
         self._bytes = source.offset  # read so far
         self._first_line = 1  # of text[0]
         self._first_column = 0  # characters before text[0] in its line
         self._known, self._known_line = 0, 1  # a position, and its line
+
+    def _constant(self, text: str) -> None:
+        self.constant = text
 
     def grow(self) -> bool:
         """Read on, at least as much again as there is: parsing a value anew each time then costs twice, not more."""
@@ -189,6 +196,7 @@ class _Window:
     def value(self, position: int) -> tuple[Any, int]:
         """The value that starts here, and where it ends."""
         while True:
+            self.constant = None
             try:
                 value, end = self.decoder.raw_decode(self.text, position)
             except json.JSONDecodeError as error:
@@ -218,7 +226,7 @@ class _Window:
         position = self.skip(position + 1)
         while self.at(position) not in ("", "]"):
             value, end = self.value(position)
-            yield self.line(position), _row_or_problem(value, self.text[position:end])
+            yield self.line(position), _row_or_problem(value, self.text[position:end], self.constant)
             position = self.skip(self.drop(end) if stream else end)
             follows = self.at(position)
             if follows == ",":
@@ -246,10 +254,14 @@ class _Window:
             position = self.skip(self.skip(self.value(position)[1]) + 1)
 
 
-def _row_or_problem(value: Any, source: str) -> dict[str, Any] | RowProblem:
+def _row_or_problem(value: Any, source: str, constant: str | None) -> dict[str, Any] | RowProblem:
     if not isinstance(value, dict):
         return RowProblem("not_an_object", f"the row is not an object: {excerpt(value)}")
-    if _SURROGATE.search(source):
+    if constant:
+        return number_problem(constant)
+    if _ODD.search(source):
+        if (field := non_finite_field(value)) is not None:
+            return number_problem(f"the value of {field}")
         try:
             refuse_lone_surrogates(value)
         except RowProblem as problem:

@@ -1,0 +1,85 @@
+"""NaN and infinity: never silently something else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from swift.core.errors import DataError
+from swift.data.engine.blocks import BlockWriter
+from swift.data.engine.document import Document
+from swift.data.files import DataFile
+from swift.data.parse_json import non_finite_field
+from swift.data.readers import FileTally, read_raw
+from swift.data.rows import RowProblem
+from swift.data.writers import RecordWriter
+
+
+def recipe(path: Path, **keys: Any) -> dict[str, Any]:
+    output = {"path": str(path.parent / "out"), "format": "jsonl"}
+    return {"input": [str(path)], "output": output, "executor": {"num_proc": 1}, "steps": [], **keys}
+
+
+def test_rows_of_jsonl_that_hold_them_are_bad(tmp_path: Path, run: Callable[..., Any]) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a", "n": NaN}\n{"text": "b", "n": 1}\n{"text": "c", "n": [-Infinity]}\n')
+    with pytest.raises(DataError, match="NaN is no number") as caught:
+        run(recipe(path))
+    assert caught.value.where == f"{path}:1"
+    result = run(recipe(path, on_bad_row="drop", max_bad_rows=5), restart=True)
+    assert result.manifest["rows"] == 1
+    read = json.loads((tmp_path / "out" / "_ledger.json").read_bytes())["operators"][0]
+    assert read["tally"]["dropped"] == {"not_json": 2}
+
+
+@pytest.mark.parametrize("value", ["NaN", "[1, Infinity]", "1e999", "-1E+400", "1" * 400 + ".0"])
+def test_a_row_of_a_json_file_is_bad_by_itself(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for text in ('[{"text": "a"}, {"n": %s}, {"text": "e100"}]', '{"data": [{"text": "a"}, {"n": %s}, {"text": "b"}]}'):
+        path.write_text(text % value)
+        kinds = [isinstance(row, RowProblem) for _, row in read_raw(DataFile(str(path)), FileTally())]
+        assert kinds == [False, True, False]
+
+
+def test_those_of_tables_are_counted_as_null(tmp_path: Path, run: Callable[..., Any]) -> None:
+    path = tmp_path / "a.parquet"
+    rows = [{"text": f"t{number}", "n": [value]} for number, value in enumerate((1.5, float("nan"), float("-inf")))]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    run(recipe(path))
+    assert [json.loads(line)["n"] for line in (tmp_path / "out" / "part-00000.jsonl").read_text().splitlines()] == [
+        [1.5],
+        [None],
+        [None],
+    ]
+    read = json.loads((tmp_path / "out" / "_ledger.json").read_bytes())["operators"][0]
+    assert "read as null" in json.dumps(read) and "2" in json.dumps(read["tally"]["labels"]["numbers"])
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), np.float64("nan"), np.float32("inf"), [1.0, float("nan")]]
+)
+def test_what_operators_make_is_refused_by_name(value: Any, tmp_path: Path) -> None:
+    meta = {"none": None, "score": value}
+    writer = BlockWriter(tmp_path)
+    with pytest.raises(DataError, match=r"the field meta\.score") as caught:
+        writer.write([Document("a.jsonl:7", {"text": "x"}, [("text",)], ["x"], None, meta)])
+    writer.abandon()
+    assert caught.value.where == "a.jsonl:7"
+    if type(value) in (float, list):  # no other kind of number that records hold
+        with (
+            pytest.raises(DataError, match=r"record 1 .* field meta\.score"),
+            RecordWriter(tmp_path / "x.jsonl") as out,
+        ):
+            out.write([{"text": "x", "meta": meta}])
+
+
+def test_fields_are_named() -> None:
+    assert non_finite_field({"a": [1, {"b": float("nan")}], "c": "NaN"}) == "a.1.b"
+    assert non_finite_field({"a": [1.0, None], "c": "NaN"}) is None
