@@ -99,9 +99,20 @@ def _funnel(entries: Entries) -> str:
 def _reasons(entries: Entries) -> str:
     rows = []
     for entry, tally in entries:
+        if tally.changed:
+            rows.append(
+                [
+                    entry["label"],
+                    "changed",
+                    "rows in all",
+                    count_words(tally.changed),
+                    percent(tally.changed, tally.read),
+                ]
+            )
         for what, reasons in (("dropped", tally.dropped), ("changed", tally.changes)):
             for reason, count in sorted(reasons.items(), key=lambda item: (-item[1], item[0])):
-                rows.append([entry["label"], what, reason, count_words(count), percent(count, tally.read)])
+                share = percent(count, tally.read) if what == "dropped" else ""  # a row can be changed several times
+                rows.append([entry["label"], what, reason, count_words(count), share])
     return table(["operator", "", "reason", "times", "of its rows"], rows, frozenset({3, 4}))
 
 

@@ -89,6 +89,16 @@ def test_its_numbers_are_the_ledgers(finished, ledger_of):
     assert "kept" in page.text
 
 
+def test_changes_are_no_share_of_rows_since_a_row_can_have_several(run, recipe_of, rows_folder):
+    texts = ["a@example.com b@example.com c@example.com", "nothing here"]
+    (rows_folder / "s1.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    result = run({**recipe_of(["pii"]), "input": [str(rows_folder / "s1.jsonl")]})
+    html = (result.output / "_report.html").read_text()
+    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", html)]
+    assert ["pii", "changed", "rows in all", "1", "50.0 %"] in cells
+    assert ["pii", "changed", "email", "3", ""] in cells
+
+
 def test_a_histogram_shows_every_value_once():
     values = Histogram()
     for value in [0, 1, 1, 5, 30, 1000, 1000, 123456]:
