@@ -21,6 +21,11 @@ _MARKUP = re.compile(
     r"<(?:!doctype|html|head|body|div|p|article|section|main|table|ul|ol|h[1-6])(?:\s[^<>]*)?/?>",
     re.IGNORECASE,
 )
+_COMMENTS = r"\s*\ufeff?(?:<\?xml[^<>]*>\s*|<!--(?:(?!-->).)*-->\s*)*"
+_DOCUMENT = re.compile(_COMMENTS + r"<(?:!doctype\s+html|html|head|body)\b", re.IGNORECASE | re.DOTALL)
+_TAG = re.compile(r"</?[a-zA-Z][^<>]*>")
+_MARKDOWN = re.compile(r"^(?:#{1,6} |```|~~~|[-*+] |\d+\. |={3,}$|-{3,}$)|\]\([^()\s]+\)|\*\*\w", re.MULTILINE)
+_MOST_MARKUP = 0.1
 
 
 @OPERATORS.register("html_main_text")
@@ -28,7 +33,8 @@ _MARKUP = re.compile(
 class HtmlMainText(MapOperator):
     """Take the main text out of HTML: headings, paragraphs, lists, code and tables, without what is around them.
 
-    Works on every text of a document that has tags of blocks (`<p>`, `<div>`, `<h1>`, ...); others stay as they are.
+    Works on every text of a document that is HTML: it begins as a page does, or has tags of blocks (`<p>`, `<div>`,
+    `<h1>`, ...), no marks of Markdown, and a tenth of it is tags or it stands between two. Others stay as they are.
     Where the row keeps the page in a column of its own, as rows of .html files do, the page is read there instead. A
     document of which no text is left is dropped.
     """
@@ -39,12 +45,16 @@ class HtmlMainText(MapOperator):
         help="what decides: the own rule (fast); trafilatura (slow, thorough) or resiliparse, which must be installed",
     )
 
+    when: Literal["auto", "always"] = setting(
+        "auto", help="always: a text with any tag of a block is HTML, even a README with a `<div>`"
+    )
     column: str = setting(
         "html", help="the column that holds the page, in rows that have one; taken out of the row then"
     )
 
     def check(self) -> None:
         check_choice(self, "format", ("text", "markdown"))
+        check_choice(self, "when", ("auto", "always"))
         check_choice(self, "backend", ("own", "trafilatura", "resiliparse"))
         if self.backend == "resiliparse" and self.format == "markdown":
             raise UsageError("resiliparse writes no Markdown", fix="format: text, or backend: own or trafilatura")
@@ -75,7 +85,23 @@ class HtmlMainText(MapOperator):
         if isinstance(page, str) and document.roles is None and document.paths != [(self.column,)]:
             document.record = {name: value for name, value in document.record.items() if name != self.column}
             return {0: page}
-        return {place: text for place, text in enumerate(document.texts) if "<" in text and _MARKUP.search(text)}
+        return {place: text for place, text in enumerate(document.texts) if self._is_html(text)}
+
+    def _is_html(self, text: str) -> bool:
+        if "<" not in text or not _MARKUP.search(text):
+            return False
+        return self.when == "always" or _is_page(text)
+
+
+def _is_page(text: str) -> bool:
+    """Whether a text with tags of blocks is HTML, and not Markdown or prose in which some stand."""
+    if _DOCUMENT.match(text):
+        return True
+    if _MARKDOWN.search(text):
+        return False
+    tags = [match.span() for match in _TAG.finditer(text)]
+    between = tags and not text[: tags[0][0]].strip() and not text[tags[-1][1] :].strip()
+    return bool(between) or sum(end - start for start, end in tags) >= _MOST_MARKUP * len(text)
 
 
 def _backend(name: str, markdown: bool) -> Callable[[str], str]:

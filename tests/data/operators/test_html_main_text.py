@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import types
 
 import pytest
@@ -174,3 +175,50 @@ def test_plain_text_with_a_tag_or_two_is_no_page() -> None:
     texts = ["# Title\n\nOne line<br>and another.\n\n```python\nx = 1\n```", "Write <a href='x'> or <span> in C++."]
     documents = operator.run([document_from({"text": text}, text[:3]) for text in texts], Tally())
     assert [document.text for document in documents] == texts
+
+
+README = """<div align="center"><h1>Tool</h1></div>
+
+## Use
+
+```bash
+tool --go
+```
+
+- one
+- two
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "is_html"),
+    [
+        (README, False),
+        ("A text that says something long enough about life, and then <p> once, and nothing else at all.", False),
+        ("<p>" + "word " * 200 + "</p>", True),
+        ("<div><p>short</p><p>lines</p></div> and a rest", True),
+        ("<!-- saved -->\n<!DOCTYPE html>\n<p>one\n- two\n</p> rest", True),
+        ("<html>" + README, True),
+        (
+            "In HTML a page is put into <html><body> and these are closed again at its very end, which many of those who write one by hand forget.",
+            False,
+        ),
+    ],
+)
+def test_markdown_with_tags_is_no_page(text: str, is_html: bool) -> None:
+    for when, expected in (("auto", is_html), ("always", True)):
+        operator = HtmlMainText(when=when)  # type: ignore[arg-type]
+        operator.check()
+        operator.open(Context())
+        tally = Tally()
+        operator.run([document_from({"text": text}, "f:1")], tally)
+        assert (tally.labels["html"]["page"] > 0) == expected
+
+
+def test_many_comments_take_no_time() -> None:
+    start = time.monotonic()
+    for text in ("<!--" * 50_000 + "<p>", "<p>" + "<a" * 50_000, "<!-- x -->" * 20_000 + "<p>"):
+        operator = HtmlMainText()
+        operator.open(Context())
+        assert operator._is_html(text) in (True, False)
+    assert time.monotonic() - start < 2
