@@ -58,7 +58,7 @@ def encoded_rows(model: str, data: str):
     """The examples both loops train on, encoded once by the framework."""
     from swift.config import SftConfig, build_config
     from swift.data.dataset import prepare_datasets
-    from swift.data.encode import ChatEncoder
+    from swift.data.encoding.encode import ChatEncoder
     from swift.models.loading import load_tokenizer, resolve_model
 
     config = build_config(SftConfig, settings(model, data, 1))
@@ -91,7 +91,7 @@ def run_raw(model: str, data: str, steps: int, full: bool) -> dict[str, float]:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from swift.data.loader import Layout, TrainLoader
+    from swift.data.loading.loader import Layout, TrainLoader
 
     path, examples = encoded_rows(model, data)
     loader = TrainLoader(examples, Layout(2, padding_free=False), seed=42)

@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from swift.data.packing import pack, packing_efficiency
+from swift.data.loading.packing import pack, packing_efficiency
 
 
 def lengths_of(kind: str, count: int, capacity: int) -> np.ndarray:

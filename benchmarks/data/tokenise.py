@@ -79,7 +79,7 @@ def load(tokenizer: str) -> Any:
 
 @way
 def reference(path: Path, tokenizer: str) -> tuple[float, int]:
-    from swift.data.fast_tokenizer import FastTokenizer
+    from swift.data.token_files.fast_tokenizer import FastTokenizer
 
     fast, texts = FastTokenizer(load(tokenizer)), batches(path)
     start = time.process_time()
@@ -89,7 +89,7 @@ def reference(path: Path, tokenizer: str) -> tuple[float, int]:
 
 @way
 def fast_path(path: Path, tokenizer: str) -> tuple[float, int]:
-    from swift.data.fast_tokenizer import FastTokenizer, awkward_texts
+    from swift.data.token_files.fast_tokenizer import FastTokenizer, awkward_texts
 
     fast, texts = FastTokenizer(load(tokenizer)), batches(path)
     fast.encode_batch(["".join(awkward_texts()) * 9])  # start-up: loading, and the proof on the fixed texts
@@ -106,9 +106,9 @@ def into_shards(path: Path, tokenizer: str) -> tuple[float, int]:
     from swift.config.commands import PtConfig
     from swift.config.data import DataConfig
     from swift.data.dataset import prepare_datasets
-    from swift.data.encode import ChatEncoder
-    from swift.data.fast_tokenizer import awkward_texts
+    from swift.data.encoding.encode import ChatEncoder
     from swift.data.rows import Row, RowRef
+    from swift.data.token_files.fast_tokenizer import awkward_texts
 
     loaded = load(tokenizer)
     loaded.eos_token = loaded.eos_token or next(str(token) for token in loaded.added_tokens_decoder.values())
@@ -170,7 +170,7 @@ def peak_megabytes() -> float:
 
 def verify(path: Path, tokenizer: str) -> None:
     """Compare every id of the fast path with the reference."""
-    from swift.data.fast_tokenizer import FastTokenizer
+    from swift.data.token_files.fast_tokenizer import FastTokenizer
 
     fast, documents, differing = FastTokenizer(load(tokenizer)), 0, 0
     for batch in batches(path):

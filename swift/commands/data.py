@@ -20,7 +20,7 @@ from swift.core.network import follow_flags
 from swift.data.sources import resolve_rows
 
 if TYPE_CHECKING:
-    from swift.data.encode import ChatEncoder
+    from swift.data.encoding.encode import ChatEncoder
 
 _ACTIONS = {
     "check": "read every row, and report bad rows, lengths, truncation and duplicates",
@@ -187,7 +187,7 @@ def _parse(cls: type[C], help_class: type[Any], arguments: list[str], command: s
 
 def _encoder(config: SftConfig, template: TemplateConfig) -> ChatEncoder:
     """The encoder that training would use; over-long rows are counted rather than raised."""
-    from swift.data.encode import ChatEncoder
+    from swift.data.encoding.encode import ChatEncoder
     from swift.models.loading import load_tokenizer, resolve_model
 
     if template.truncation_strategy == "raise":

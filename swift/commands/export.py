@@ -25,9 +25,9 @@ from swift.core.files import disk_errors, fsync_dir, human_bytes, write_atomic
 from swift.core.logging import get_logger
 
 if TYPE_CHECKING:
-    from swift.data.encode import ChatEncoder
+    from swift.data.encoding.encode import ChatEncoder
     from swift.data.selection import Progress
-    from swift.data.token_store import TokenDataset
+    from swift.data.token_files.store import TokenDataset
 
 log = get_logger()
 _WORK = ".building"
@@ -59,9 +59,9 @@ def export_dataset(config: ExportConfig) -> Path:
         UsageError: the folder holds something else. DataError: a row or file that can't be used.
     """
     from swift.checkpoint.lock import RunLock
-    from swift.data.cached import read_export
     from swift.data.dataset import data_fingerprint
-    from swift.data.encode import ChatEncoder
+    from swift.data.encoding.encode import ChatEncoder
+    from swift.data.token_files.cached import read_export
     from swift.models.hub import resolve_model
     from swift.models.loading import load_tokenizer
 
@@ -87,7 +87,7 @@ def export_dataset(config: ExportConfig) -> Path:
 
 
 def _reuse(output: Path, found: dict[str, Any]) -> None:
-    from swift.data.token_shards import verify_folder
+    from swift.data.token_files.shards import verify_folder
 
     for name in found["parts"]:
         verify_folder(output / name)
@@ -95,8 +95,8 @@ def _reuse(output: Path, found: dict[str, Any]) -> None:
 
 
 def _refuse_foreign(output: Path, found: dict[str, Any] | None, *, exist_ok: bool) -> None:
-    from swift.data.cached import FOLDERS
-    from swift.data.token_shards import MANIFEST
+    from swift.data.token_files.cached import FOLDERS
+    from swift.data.token_files.shards import MANIFEST
 
     if found is not None and not exist_ok:
         raise UsageError(
@@ -116,11 +116,11 @@ def _refuse_foreign(output: Path, found: dict[str, Any] | None, *, exist_ok: boo
 
 def _build(config: ExportConfig, encoder: ChatEncoder, output: Path, fingerprint: str) -> None:
     """Encode into a folder aside and put its parts into their places."""
-    from swift.data.cached import EXPORT_FILE, FOLDERS, made_with, source_records
     from swift.data.dataset import prepare_datasets
     from swift.data.files import stamp_of
     from swift.data.selection import TRAIN, VALIDATION
     from swift.data.sources import resolve_sources
+    from swift.data.token_files.cached import EXPORT_FILE, FOLDERS, made_with, source_records
 
     work = output / _WORK
     shutil.rmtree(work, ignore_errors=True)
@@ -167,8 +167,8 @@ def _build(config: ExportConfig, encoder: ChatEncoder, output: Path, fingerprint
 
 def _finish_part(dataset: TokenDataset, folder: Path, vocab_size: int, meta: dict[str, Any]) -> None:
     """A part as a folder of its own: the shards as they lie when all of them count once, in turn; else a copy."""
-    from swift.data.token_shards import read_manifest
-    from swift.data.token_writer import write_manifest
+    from swift.data.token_files.shards import read_manifest
+    from swift.data.token_files.writer import write_manifest
 
     homes = {shard.path.parent if shard.path else None for shard, _ in dataset.shards}
     home = homes.pop() if len(homes) == 1 else None

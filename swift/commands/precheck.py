@@ -17,9 +17,9 @@ from swift.config.data import DataConfig, RowsConfig
 from swift.config.resolve import Problem, raise_problems
 from swift.core.errors import SwiftError, nearest
 from swift.core.network import follow_flags
-from swift.data.cached import locate_cached
 from swift.data.selection import TRAIN, VALIDATION
 from swift.data.sources import parse_source, resolve_rows, resolve_sources
+from swift.data.token_files.cached import locate_cached
 from swift.models.hub import check_model_source, is_adapter_folder
 
 

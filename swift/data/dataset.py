@@ -25,16 +25,16 @@ from swift.core.errors import DataError, UsageError, did_you_mean
 from swift.core.files import write_atomic
 from swift.core.version import __version__
 from swift.data.augment.rows import augmenting
-from swift.data.cached import locate_cached, made_with, open_cached, validation_of
 from swift.data.files import is_url, stamp_of
 from swift.data.ledger import SOFT_REASONS, Ledger, SourceTally
 from swift.data.pipeline import Chunk, ChunkResult, Encoder, Task, Workers
 from swift.data.rows import RowRef
 from swift.data.selection import TRAIN, VALIDATION, Progress, data_rng, iter_rows, open_source, row_options
 from swift.data.sources import Source, resolve_sources
-from swift.data.token_shards import MANIFEST, REF, Examples
-from swift.data.token_store import TokenDataset
-from swift.data.token_writer import ShardWriter
+from swift.data.token_files.cached import locate_cached, made_with, open_cached, validation_of
+from swift.data.token_files.shards import MANIFEST, REF, Examples
+from swift.data.token_files.store import TokenDataset
+from swift.data.token_files.writer import ShardWriter
 
 __all__ = ["Prepared", "Progress", "TokenDataset", "data_fingerprint", "iter_rows", "load_prepared", "prepare_datasets"]
 

@@ -43,7 +43,7 @@ class Encoded(Protocol):
 
 
 class Encoder(Protocol):
-    """What turns rows into examples (`swift.data.encode.ChatEncoder`). Sent to worker processes by pickle.
+    """What turns rows into examples (`swift.data.encoding.encode.ChatEncoder`). Sent to worker processes by pickle.
 
     `counts` and `notices` say what happened while encoding; each chunk takes its share out of them. Every id it gives
     is below `vocab_size`.

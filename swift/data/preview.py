@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from swift.data.encode import ChatEncoder
+from swift.data.encoding.encode import ChatEncoder
 from swift.data.rows import Row, RowProblem
 
 _REPLACEMENT = "\ufffd"  # what undecodable bytes come out as

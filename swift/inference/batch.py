@@ -17,7 +17,7 @@ from typing import Any
 
 from swift.config.inference import GenerationConfig
 from swift.core.errors import SwiftError, UsageError
-from swift.data.encode import ChatEncoder
+from swift.data.encoding.encode import ChatEncoder
 from swift.inference.engine import Completion, Engine
 from swift.inference.inputs import InputRow, Inputs
 from swift.inference.progress import Progress

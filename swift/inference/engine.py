@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from swift.config.inference import GenerationConfig
 from swift.core.errors import DataError, SwiftError, UsageError
 from swift.core.logging import get_logger
-from swift.data.encode import ChatEncoder
+from swift.data.encoding.encode import ChatEncoder
 from swift.inference.decoding import IncrementalDecoder, StopScanner, decode, find_stop
 from swift.inference.sampling import (
     FiniteCheck,

@@ -16,7 +16,7 @@ from swift.config.data import RowsConfig
 from swift.core.errors import SwiftError, UsageError
 from swift.core.logging import get_logger
 from swift.data.dataset import prepare_datasets
-from swift.data.encode import ChatEncoder
+from swift.data.encoding.encode import ChatEncoder
 from swift.data.files import open_packed
 from swift.data.rows import Row, RowProblem, RowRef
 from swift.data.selection import TRAIN, data_rng, iter_rows, open_source

@@ -16,7 +16,7 @@ from swift.config import InferConfig, build_config, to_flat
 from swift.core.devices import Device, detect_device
 from swift.core.errors import ModelError, UsageError
 from swift.core.logging import get_logger, local_rank
-from swift.data.encode import ChatEncoder
+from swift.data.encoding.encode import ChatEncoder
 from swift.inference.engine import Engine
 from swift.models.adapters import Swift, read_adapter_config
 from swift.models.hub import TOKENIZER_FILES, resolve_model

@@ -22,12 +22,12 @@ from swift.core.errors import CheckpointError
 from swift.core.files import human_bytes
 from swift.data.augment.rows import augmenting
 from swift.data.dataset import Prepared, TokenDataset, load_prepared, prepare_datasets
-from swift.data.encode import ChatEncoder
-from swift.data.loader import Loader
+from swift.data.encoding.encode import ChatEncoder
+from swift.data.loading.loader import Loader
+from swift.data.loading.streaming import StreamSet, open_stream
+from swift.data.loading.train_set import Place, PreparedSet, TrainSet
 from swift.data.selection import Progress
 from swift.data.sources import resolve_sources
-from swift.data.streaming import StreamSet, open_stream
-from swift.data.train_set import Place, PreparedSet, TrainSet
 from swift.distributed.heartbeat import Heartbeat, Watch
 from swift.models.adapters import load_adapter_weights, save_adapter
 from swift.models.elementwise import enable_fast_elementwise

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from swift.data.loader import Examples, Layout, evaluation_batches
+from swift.data.loading.loader import Examples, Layout, evaluation_batches
 from swift.distributed import ProcessGroup
 from swift.training.precision import Precision
 

@@ -29,7 +29,7 @@ from swift.checkpoint import RunState
 from swift.config.training import CheckpointConfig, EvalConfig, TrainingConfig
 from swift.core.errors import NumericsError
 from swift.core.memory import return_free_memory
-from swift.data.loader import Batch, Examples, Loader
+from swift.data.loading.loader import Batch, Examples, Loader
 from swift.distributed import ProcessGroup
 from swift.monitor import Monitor
 from swift.objectives import LossTerms

@@ -26,7 +26,7 @@ def bad_data(tmp_path: Path, write_rows, chat_rows) -> str:
 def test_check_counts_tokens_as_training_would(data, tiny_model_dir, capsys):
     from swift.config.data import TemplateConfig
     from swift.config.model import ModelConfig
-    from swift.data.encode import ChatEncoder
+    from swift.data.encoding.encode import ChatEncoder
     from swift.data.rows import Row, RowRef
     from swift.models.loading import load_tokenizer
 

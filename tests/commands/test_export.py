@@ -20,7 +20,7 @@ from swift.config import ExportConfig, PtConfig, SftConfig, build_config
 from swift.config.data import DataConfig, TemplateConfig
 from swift.core.errors import CheckpointError, DataError, SwiftError, UsageError
 from swift.data.dataset import Prepared, prepare_datasets
-from swift.data.encode import ChatEncoder
+from swift.data.encoding.encode import ChatEncoder
 
 Rows = Callable[[int], list[dict]]
 Write = Callable[..., Path]

@@ -347,7 +347,7 @@ def test_load_data_args_answers_the_rows_that_training_set_aside(checkpoint, tmp
 
     from swift.config import SftConfig, load_config
     from swift.data.dataset import prepare_datasets
-    from swift.data.encode import ChatEncoder
+    from swift.data.encoding.encode import ChatEncoder
 
     results = infer(adapters=[str(checkpoint)], load_data_args=True, result_path=str(tmp_path / "r.jsonl"))
     trained = load_config(SftConfig, checkpoint)
@@ -365,7 +365,7 @@ def test_load_data_args_draws_the_sample_that_training_evaluated_on(
 ):
     from swift.config import SftConfig, build_config, save_config
     from swift.data.dataset import prepare_datasets
-    from swift.data.encode import ChatEncoder
+    from swift.data.encoding.encode import ChatEncoder
     from swift.models.loading import load_tokenizer
 
     train, val = write_rows(tmp_path / "train.jsonl", chat_rows(4)), write_rows(tmp_path / "val.jsonl", chat_rows(60))

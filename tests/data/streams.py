@@ -13,17 +13,17 @@ from length_encoder import LengthEncoder
 
 from swift.core.errors import DataError
 from swift.data.files import DataFile, stamp_of
-from swift.data.flow import FileFlow, Reading, StoredFlow
-from swift.data.loader import Layout, Outlook
-from swift.data.mixer import ShareSchedule
-from swift.data.mixture import ONCE, Documents, Mixture
+from swift.data.loading.flow import FileFlow, Reading, StoredFlow
+from swift.data.loading.loader import Layout, Outlook
+from swift.data.loading.mixer import ShareSchedule
+from swift.data.loading.mixture import ONCE, Documents, Mixture
+from swift.data.loading.stream_intake import FileIntake, StoredIntake
+from swift.data.loading.stream_ledger import StreamLedger
+from swift.data.loading.stream_loader import StreamLoader
+from swift.data.loading.stream_task import StreamTask
 from swift.data.pipeline import Workers
 from swift.data.rows import RowRef
 from swift.data.shapes import RowOptions
-from swift.data.stream_intake import FileIntake, StoredIntake
-from swift.data.stream_ledger import StreamLedger
-from swift.data.stream_loader import StreamLoader
-from swift.data.stream_task import StreamTask
 
 UNKNOWN = Outlook(None, False, None, None, None)
 

@@ -13,7 +13,7 @@ import pytest
 from swift.config.data import DataConfig, TemplateConfig
 from swift.core.errors import DataError
 from swift.data.check import CheckReport, run_check
-from swift.data.encode import ChatEncoder
+from swift.data.encoding.encode import ChatEncoder
 from swift.data.ledger import Ledger
 
 LONG = {"query": "long " * 400, "response": "yes"}

@@ -19,7 +19,7 @@ import pytest
 from swift.config.data import DataConfig, TemplateConfig
 from swift.core.errors import DataError, UsageError
 from swift.data.dataset import Prepared, data_fingerprint, prepare_datasets
-from swift.data.encode import ChatEncoder
+from swift.data.encoding.encode import ChatEncoder
 from swift.data.readers import EmptyFileError
 from swift.data.selection import iter_rows
 

@@ -19,10 +19,10 @@ import pytest
 from swift.config.data import DataConfig, TemplateConfig
 from swift.core.errors import DataError, SwiftError, UsageError
 from swift.data.dataset import Prepared, data_fingerprint, iter_rows, load_prepared, prepare_datasets
-from swift.data.encode import ChatEncoder
+from swift.data.encoding.encode import ChatEncoder
 from swift.data.ledger import Ledger
 from swift.data.rows import Row, RowProblem, RowRef
-from swift.data.token_store import TokenDataset
+from swift.data.token_files.store import TokenDataset
 
 Write = Callable[..., Path]
 Rows = Callable[[int], list[dict[str, Any]]]
@@ -508,7 +508,7 @@ def test_a_full_disk_names_the_path(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("swift.data.token_writer.os.fsync", full)
+    monkeypatch.setattr("swift.data.token_files.writer.os.fsync", full)
     with pytest.raises(SwiftError, match=r"00000\.bin"):
         prepared.save(tmp_path / "cache")
 

@@ -8,7 +8,7 @@ from fixtures import TEMPLATES_DIR, make_tokenizer
 
 from swift.config.data import TemplateConfig
 from swift.core.errors import TemplateError
-from swift.data.encode import ChatEncoder
+from swift.data.encoding.encode import ChatEncoder
 from swift.data.rows import Row, RowProblem, RowRef
 
 DEEPSEEK = {"eos_token": "<｜end▁of▁sentence｜>", "bos_token": "<｜begin▁of▁sentence｜>"}

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swift.data import fast_tokenizer
-from swift.data.fast_tokenizer import FastTokenizer, awkward_texts
+from swift.data.token_files import fast_tokenizer
+from swift.data.token_files.fast_tokenizer import FastTokenizer, awkward_texts
 
 WORDS = ["paris", "rain", "Zürich", "1234", "\n", "\t", "def f():", "天气", "—", "don't", "👍🏽", "x" * 30]
 
@@ -131,7 +131,7 @@ def test_it_travels_to_worker_processes(tokenizer: Any) -> None:
 def test_the_encoder_gives_the_same_examples_with_and_without(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gigatoken")
     from swift.config.data import TemplateConfig
-    from swift.data.encode import ChatEncoder
+    from swift.data.encoding.encode import ChatEncoder
     from swift.data.rows import Row, RowRef
 
     rows = [Row(RowRef("a", i), [], text=text + "." * 9) for i, text in enumerate(texts(60))]

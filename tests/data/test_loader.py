@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from swift.data.loader import Layout, TrainLoader, collate, evaluation_batches
+from swift.data.loading.loader import Layout, TrainLoader, collate, evaluation_batches
 from swift.data.rows import RowRef
 
 

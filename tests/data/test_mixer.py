@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from swift.data.mixer import UNIT, Mixer, ShareSchedule, shares_by_size, whole_shares
+from swift.data.loading.mixer import UNIT, Mixer, ShareSchedule, shares_by_size, whole_shares
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.3, 1.0, 10.0])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from swift.data.order import FeistelOrder
+from swift.data.loading.order import FeistelOrder
 
 SIZES = [0, 1, 2, 3, 5, 16, 255, 256, 257, 1000, 65_537, 300_001]
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from swift.data.packing import pack, packing_efficiency
+from swift.data.loading.packing import pack, packing_efficiency
 
 
 def sft_lengths(count, seed=0):

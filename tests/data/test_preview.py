@@ -9,7 +9,7 @@ import pytest
 from fixtures import make_tokenizer
 
 from swift.config.data import TemplateConfig
-from swift.data.encode import ChatEncoder
+from swift.data.encoding.encode import ChatEncoder
 from swift.data.preview import ExampleView, ProblemView, html_page, pieces_of, terminal_text, view_row
 from swift.data.rows import Row, RowRef
 

@@ -8,8 +8,8 @@ import pytest
 from streams import Setup, steps_of, write_shards
 
 from swift.core.errors import DataError
-from swift.data.loader import Layout
-from swift.data.train_set import difficulty_bins
+from swift.data.loading.loader import Layout
+from swift.data.loading.train_set import difficulty_bins
 
 
 def count_rows(paths):

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from streams import Setup, steps_of, write_shards
 
-from swift.data.loader import Layout
-from swift.data.mixer import ShareSchedule
-from swift.data.mixture import ALL, FIRST, ONCE, Mixture
+from swift.data.loading.loader import Layout
+from swift.data.loading.mixer import ShareSchedule
+from swift.data.loading.mixture import ALL, FIRST, ONCE, Mixture
 
 GLOBAL = 6  # units per step on every number of ranks
 RANKS = [(1, 1), (2, 2), (1, 2), (2, 1), (2, 3)]

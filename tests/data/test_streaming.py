@@ -11,14 +11,14 @@ from streams import Prepared, write_shards
 
 from swift.config.data import DataConfig, TemplateConfig
 from swift.core.errors import DataError, UsageError
-from swift.data import streaming
-from swift.data.flow import StoredFlow
-from swift.data.loader import Layout, TrainLoader
-from swift.data.mixer import ShareSchedule
-from swift.data.mixture import ALL, FIRST, ONCE, Documents, Mixture
+from swift.data.loading import streaming
+from swift.data.loading.flow import StoredFlow
+from swift.data.loading.loader import Layout, TrainLoader
+from swift.data.loading.mixer import ShareSchedule
+from swift.data.loading.mixture import ALL, FIRST, ONCE, Documents, Mixture
+from swift.data.loading.streaming import open_stream
+from swift.data.loading.train_set import Place, mixture_of
 from swift.data.sources import parse_source
-from swift.data.streaming import open_stream
-from swift.data.train_set import Place, mixture_of
 
 
 def opened(*texts, saved=None, from_main=False, **settings):

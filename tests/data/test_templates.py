@@ -15,7 +15,7 @@ from fixtures import TEMPLATES_DIR, make_tokenizer
 
 from swift.config.data import TemplateConfig
 from swift.core.errors import TemplateError
-from swift.data.encode import ChatEncoder, Encoded
+from swift.data.encoding.encode import ChatEncoder, Encoded
 from swift.data.rows import Row, RowProblem, RowRef
 
 

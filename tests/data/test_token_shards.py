@@ -12,9 +12,9 @@ import pytest
 
 from swift.core.errors import DataError
 from swift.data.rows import RowRef
-from swift.data.token_shards import REF, Examples, checksum, open_folder, verify_folder
-from swift.data.token_store import TokenDataset
-from swift.data.token_writer import ShardWriter
+from swift.data.token_files.shards import REF, Examples, checksum, open_folder, verify_folder
+from swift.data.token_files.store import TokenDataset
+from swift.data.token_files.writer import ShardWriter
 
 Example = tuple[list[int], list[float]]
 

@@ -138,7 +138,7 @@ def test_a_template_that_refuses_is_told(tiny_engine, tiny_model_dir):
     from transformers import AutoTokenizer
 
     from swift.config.data import TemplateConfig
-    from swift.data.encode import ChatEncoder
+    from swift.data.encoding.encode import ChatEncoder
     from swift.inference.engine import Engine
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)

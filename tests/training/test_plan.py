@@ -5,7 +5,7 @@ import pytest
 
 from swift.checkpoint import RunState
 from swift.config import SftConfig
-from swift.data.loader import Layout, TrainLoader
+from swift.data.loading.loader import Layout, TrainLoader
 from swift.training.plan import DataIdentity, run_length
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from architectures import CONFIGS, build
 
 from swift.core.errors import ModelError, UsageError
-from swift.data.loader import Layout, collate
+from swift.data.loading.loader import Layout, collate
 from swift.data.rows import RowRef
 from swift.models.attention import prove_varlen, varlen_unsupported_reason
 from swift.models.head import find_decoder, find_head, prove_head

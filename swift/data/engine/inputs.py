@@ -208,7 +208,7 @@ class ShardReading:
         picks = self.shard.picks
         if picks is None:
             return None
-        from swift.data.order import FeistelOrder
+        from swift.data.loading.order import FeistelOrder
 
         order = FeistelOrder(picks.total, picks.key, 0)
         return lambda number: order[picks.first + number] < picks.count

@@ -13,9 +13,9 @@ from swift.config.fields import setting
 from swift.core.errors import UsageError
 from swift.data.engine.document import Document
 from swift.data.engine.operator import OPERATORS, Context
-from swift.data.packing import pack
-from swift.data.token_shards import REF, Examples
-from swift.data.token_sink import Shard, TokenMaker, TokenSettings, finish_output, open_maker, write_shard
+from swift.data.loading.packing import pack
+from swift.data.token_files.shards import REF, Examples
+from swift.data.token_files.sink import Shard, TokenMaker, TokenSettings, finish_output, open_maker, write_shard
 
 _WINDOW_ROWS = 512
 _FULL = 0.98  # emptier rows are taken apart, and their documents packed with the next window's

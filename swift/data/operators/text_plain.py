@@ -1,7 +1,7 @@
 """What words, lines and paragraphs of a text are, and what repeats in them, in plain Python.
 
-The definitions that every quality rule uses. `text_kernels` computes the same from bytes, some seventy times faster; this
-one runs where numba isn't installed, and tests hold the two against each other.
+The definitions that every quality rule uses. `text_kernels` computes the same from bytes, some seventy times faster;
+this one runs where numba isn't installed, and tests hold the two against each other.
 
 - A word is what stands between white space. A letter of a script without spaces (`characters.UNSPACED_BLOCKS`) is a
   word of its own, together with the marks and punctuation around it.

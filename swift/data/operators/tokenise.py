@@ -9,7 +9,7 @@ from typing import Any
 
 from swift.data.engine.document import Document
 from swift.data.engine.operator import OPERATORS, Context
-from swift.data.token_sink import Shard, TokenMaker, TokenSettings, finish_output, open_maker, write_shard
+from swift.data.token_files.sink import Shard, TokenMaker, TokenSettings, finish_output, open_maker, write_shard
 
 
 @OPERATORS.register("tokenise")  # type: ignore[arg-type]

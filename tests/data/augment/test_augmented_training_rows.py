@@ -15,7 +15,7 @@ from swift.core.errors import NetworkError, UsageError
 from swift.data.augment import build_augmenter
 from swift.data.check import run_check
 from swift.data.dataset import Prepared, prepare_datasets
-from swift.data.encode import ChatEncoder
+from swift.data.encoding.encode import ChatEncoder
 
 CONFIG = {"text": {"random_swap": {"n": 2}}}
 

@@ -15,7 +15,7 @@ import pytest
 from swift.config.data import DataConfig, TemplateConfig
 from swift.core.errors import SwiftError
 from swift.data.dataset import data_fingerprint, prepare_datasets
-from swift.data.encode import ChatEncoder
+from swift.data.encoding.encode import ChatEncoder
 from swift.data.files import DataFile, stamp_of
 
 ROWS = [{"text": f"row {number} of the file"} for number in range(20)]

@@ -14,13 +14,13 @@ import pytest
 from swift.config.data import DataConfig, TemplateConfig
 from swift.core.errors import DataError, UsageError
 from swift.data.dataset import prepare_datasets
-from swift.data.encode import ChatEncoder
+from swift.data.encoding.encode import ChatEncoder
 from swift.data.engine.run import RunOptions, run_recipe
 from swift.data.operators.pack_tokens import packed
 from swift.data.rows import RowRef
-from swift.data.token_shards import REF, Examples, verify_folder
-from swift.data.token_sink import Shard, ref_of
-from swift.data.token_store import TokenDataset
+from swift.data.token_files.shards import REF, Examples, verify_folder
+from swift.data.token_files.sink import Shard, ref_of
+from swift.data.token_files.store import TokenDataset
 
 Write = Callable[..., Path]
 PT = {"use_chat_template": False, "loss_scale": "all", "truncation_strategy": "split"}

@@ -18,7 +18,7 @@ import numpy as np
 
 from swift.core.errors import DataError
 from swift.data.files import DataFile, stamp_of
-from swift.data.order import FeistelOrder
+from swift.data.loading.order import FeistelOrder
 from swift.data.readers import EmptyFileError, FileTally, Position, RawRow, RowStream
 from swift.data.rows import RowRef
 

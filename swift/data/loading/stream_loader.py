@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from swift.data.loader import Batch, Layout, Outlook, deal, make_batch
-from swift.data.packing import OPEN_ROWS, OpenRows
-from swift.data.stream_intake import Intake, Item
+from swift.data.loading.loader import Batch, Layout, Outlook, deal, make_batch
+from swift.data.loading.packing import OPEN_ROWS, OpenRows
+from swift.data.loading.stream_intake import Intake, Item
 
 
 class StreamLoader:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swift.data.flow import Document, Flow
-from swift.data.mixer import Mixer, ShareSchedule
+from swift.data.loading.flow import Document, Flow
+from swift.data.loading.mixer import Mixer, ShareSchedule
 
 FIRST, ALL, ONCE = "first_exhausted", "all_exhausted", "all_exhausted_without_replacement"
 

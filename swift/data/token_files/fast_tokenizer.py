@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from swift.core.logging import get_logger
-from swift.data.tokens import added_token_pattern
+from swift.data.encoding.tokens import added_token_pattern
 
 log = get_logger("data")
 

@@ -19,8 +19,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from swift.data.order import ORDER_VERSION, FeistelOrder
-from swift.data.packing import pack
+from swift.data.loading.order import ORDER_VERSION, FeistelOrder
+from swift.data.loading.packing import pack
 from swift.data.rows import RowRef
 
 # Examples are sorted by length inside windows of this many steps when they are grouped by length.

@@ -18,15 +18,15 @@ import numpy as np
 from swift.config.curriculum import LENGTH, Curriculum, read_curriculum
 from swift.config.data import DataConfig
 from swift.core.errors import DataError, UsageError
-from swift.data.flow import StoredFlow
-from swift.data.loader import Layout, Loader, Outlook, TrainLoader
-from swift.data.mixer import ShareSchedule, shares_by_size
-from swift.data.mixture import FIRST, ONCE, Documents, Mixture
-from swift.data.order import ORDER_VERSION
-from swift.data.packing import OPEN_ROWS, OpenRows
-from swift.data.stream_intake import Exchange, StoredIntake
-from swift.data.stream_loader import StreamLoader
-from swift.data.token_store import TokenDataset
+from swift.data.loading.flow import StoredFlow
+from swift.data.loading.loader import Layout, Loader, Outlook, TrainLoader
+from swift.data.loading.mixer import ShareSchedule, shares_by_size
+from swift.data.loading.mixture import FIRST, ONCE, Documents, Mixture
+from swift.data.loading.order import ORDER_VERSION
+from swift.data.loading.packing import OPEN_ROWS, OpenRows
+from swift.data.loading.stream_intake import Exchange, StoredIntake
+from swift.data.loading.stream_loader import StreamLoader
+from swift.data.token_files.store import TokenDataset
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,15 @@ import numpy as np
 
 from swift.config.data import PromptConfig, TemplateConfig
 from swift.core.errors import DataError, TemplateError, UsageError
-from swift.data.conversation import last_round_thinks, read_system, shape_calls, turn_weights, without_marks
-from swift.data.fast_tokenizer import FastTokenizer
-from swift.data.probe import PROBE_TOOL, TemplateFacts, dated_renderings, probe
+from swift.data.encoding.conversation import last_round_thinks, read_system, shape_calls, turn_weights, without_marks
+from swift.data.encoding.probe import PROBE_TOOL, TemplateFacts, dated_renderings, probe
+from swift.data.encoding.shown import check_shown
+from swift.data.encoding.spans import Conversation, TurnFinder
+from swift.data.encoding.template import Refusal, Renderer, install_template
+from swift.data.encoding.tokens import Tokens, added_token_pattern
 from swift.data.rows import Row, RowProblem
-from swift.data.shown import check_shown
-from swift.data.spans import Conversation, TurnFinder
-from swift.data.template import Refusal, Renderer, install_template
-from swift.data.token_identity import combined, tokenizer_parts
-from swift.data.tokens import Tokens, added_token_pattern
+from swift.data.token_files.fast_tokenizer import FastTokenizer
+from swift.data.token_files.identity import combined, tokenizer_parts
 
 # Part of the fingerprint: raise it when the same row and template would come out as other tokens or weights.
 ENCODING_VERSION = 2

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from swift.core.errors import UsageError
-from swift.data.probe import TemplateFacts
+from swift.data.encoding.probe import TemplateFacts
+from swift.data.encoding.spans import split_thoughts
 from swift.data.rows import RowProblem
-from swift.data.spans import split_thoughts
 
 
 def turn_weights(messages: list[dict], mode: str) -> dict[int, float]:

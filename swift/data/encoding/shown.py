@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from swift.data.encoding.spans import Conversation, split_thoughts
+from swift.data.encoding.template import Refusal, Renderer
 from swift.data.rows import RowProblem
-from swift.data.spans import Conversation, split_thoughts
-from swift.data.template import Refusal, Renderer
 
 
 def check_shown(render: Renderer, talk: Conversation, text: str, name: str, *, thoughts: bool = False) -> None:

@@ -23,21 +23,21 @@ from swift.config.data import DataConfig, TemplateConfig
 from swift.core.errors import DataError, UsageError
 from swift.data.dataset import no_rows_left
 from swift.data.files import DataFile, size_of, stamp_of
-from swift.data.flow import FileFlow, Reading
-from swift.data.loader import Layout, Loader, Outlook
-from swift.data.mixture import Documents
-from swift.data.order import ORDER_VERSION
+from swift.data.loading.flow import FileFlow, Reading
+from swift.data.loading.loader import Layout, Loader, Outlook
+from swift.data.loading.mixture import Documents
+from swift.data.loading.order import ORDER_VERSION
+from swift.data.loading.stream_intake import FileIntake
+from swift.data.loading.stream_ledger import StreamLedger
+from swift.data.loading.stream_loader import StreamLoader
+from swift.data.loading.stream_task import StreamTask
+from swift.data.loading.train_set import Place, mixture_of, packing_share, units_of
 from swift.data.pipeline import Encoder, Workers
 from swift.data.readers import EmptyFileError, FileTally, RowStream, count_raw, split_file
 from swift.data.rows import RowRef
 from swift.data.selection import row_options
 from swift.data.selfcog import identity_from
 from swift.data.sources import Source
-from swift.data.stream_intake import FileIntake
-from swift.data.stream_ledger import StreamLedger
-from swift.data.stream_loader import StreamLoader
-from swift.data.stream_task import StreamTask
-from swift.data.train_set import Place, mixture_of, packing_share, units_of
 
 # Large jsonl and Parquet files are read in pieces of this size, so that the rows of one file mix as well.
 PIECE_BYTES = 64 << 20

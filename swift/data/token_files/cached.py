@@ -20,9 +20,9 @@ import numpy as np
 from swift.core.errors import DataError, UsageError, nearest
 from swift.data.files import DataFile, is_url, size_of, stamp_of
 from swift.data.selection import TRAIN, VALIDATION, Choice
-from swift.data.token_identity import combined, differing
-from swift.data.token_shards import MANIFEST, open_folder, read_manifest
-from swift.data.token_store import TokenDataset
+from swift.data.token_files.identity import combined, differing
+from swift.data.token_files.shards import MANIFEST, open_folder, read_manifest
+from swift.data.token_files.store import TokenDataset
 
 EXPORT_FILE = "cached_dataset.json"
 FOLDERS = {TRAIN: "train", VALIDATION: "val"}
@@ -37,7 +37,7 @@ _HASHED = {
 
 
 class Encoding(Protocol):
-    """What an encoder tells of itself (`swift.data.encode.ChatEncoder`)."""
+    """What an encoder tells of itself (`swift.data.encoding.encode.ChatEncoder`)."""
 
     def tokenizer_parts(self) -> dict[str, str]: ...
     def settings(self) -> dict[str, Any]: ...

@@ -16,7 +16,7 @@ import numpy as np
 
 from swift.core.files import disk_errors, fsync_dir, write_atomic
 from swift.core.version import __version__
-from swift.data.token_shards import COPY_BYTES, FORMAT, MANIFEST, ORDER, REF, Examples, id_dtype, read_manifest
+from swift.data.token_files.shards import COPY_BYTES, FORMAT, MANIFEST, ORDER, REF, Examples, id_dtype, read_manifest
 
 SHARD_TOKENS = 1 << 28
 

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from swift.core.errors import SwiftError
-from swift.data.flow import Document, FileFlow
-from swift.data.loader import Examples
-from swift.data.mixture import Documents, Mixture
+from swift.data.loading.flow import Document, FileFlow
+from swift.data.loading.loader import Examples
+from swift.data.loading.mixture import Documents, Mixture
+from swift.data.loading.stream_ledger import StreamLedger
 from swift.data.pipeline import ChunkResult, RowResult, Workers
 from swift.data.rows import RowRef
-from swift.data.stream_ledger import StreamLedger
 
 # Documents that a rank encodes at once.
 CHUNK_DOCUMENTS = 32

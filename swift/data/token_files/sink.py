@@ -18,17 +18,17 @@ from swift.config.export import ExportTemplateConfig
 from swift.config.fields import setting
 from swift.config.model import ModelConfig
 from swift.core.errors import DataError, UsageError
-from swift.data.cached import made_with
 from swift.data.engine.document import Document
 from swift.data.engine.operator import Context
 from swift.data.engine.tally import Tally
 from swift.data.rows import Row, RowProblem, RowRef
 from swift.data.shapes import RowOptions, normalise_row
-from swift.data.token_shards import REF, Examples
-from swift.data.token_writer import ShardWriter, write_manifest
+from swift.data.token_files.cached import made_with
+from swift.data.token_files.shards import REF, Examples
+from swift.data.token_files.writer import ShardWriter, write_manifest
 
 if TYPE_CHECKING:
-    from swift.data.encode import ChatEncoder, Encoded
+    from swift.data.encoding.encode import ChatEncoder, Encoded
 
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 1 << 20
@@ -81,7 +81,7 @@ class TokenMaker:
     """The encoder of some settings, at work on documents."""
 
     def __init__(self, settings: TokenSettings, *, offline: bool) -> None:
-        from swift.data.encode import ChatEncoder  # these three load transformers: not before they are needed
+        from swift.data.encoding.encode import ChatEncoder  # these three load transformers: not before they are needed
         from swift.models.hub import resolve_model
         from swift.models.loading import load_tokenizer
 

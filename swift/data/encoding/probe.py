@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from swift.core.errors import TemplateError
-from swift.data.template import Refusal, Renderer
+from swift.data.encoding.template import Refusal, Renderer
 
 OPEN, CLOSE = "<think>", "</think>"  # how thoughts are enclosed, by convention of all templates that reparse them
 ANSWER = "Qzanswer7"

@@ -15,14 +15,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from swift.data.rows import RowRef
-from swift.data.token_shards import REF, Examples, Shard, in_memory, open_folder
-from swift.data.token_writer import ShardWriter, write_view
+from swift.data.token_files.shards import REF, Examples, Shard, in_memory, open_folder
+from swift.data.token_files.writer import ShardWriter, write_view
 
 _BATCH = 1024
 
 
 class EncodedExample(Protocol):
-    """What an encoder gives for an example (`swift.data.encode.Encoded`)."""
+    """What an encoder gives for an example (`swift.data.encoding.encode.Encoded`)."""
 
     input_ids: np.ndarray
     loss_weights: np.ndarray

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swift.core.errors import TemplateError
-from swift.data.probe import CLOSE, OPEN, QUESTION, TemplateFacts
+from swift.data.encoding.probe import CLOSE, OPEN, QUESTION, TemplateFacts
+from swift.data.encoding.template import Refusal, Renderer
 from swift.data.rows import RowProblem
-from swift.data.template import Refusal, Renderer
 
 _STAND_IN = "\ue0f5Zq\ue0f6"  # private-use characters: no answer starts with them
 
