@@ -18,6 +18,7 @@ from swift.core.errors import DataError
 MAGIC = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd", "bzip2": b"BZh", "xz": b"\xfd7zXZ\x00"}
 _PIECE = 1 << 20  # bytes unpacked at a time
 _READ = 1 << 17  # packed bytes read at a time
+_ZSTD_BLOCK = 1 << 17
 _SKIPPABLE = (0x184D2A50).to_bytes(4, "little")[1:]  # zstd: frames of user data, which hold no content
 
 
@@ -60,20 +61,72 @@ class _Gzip:
 
 
 class _Zstd:
-    """Its decompressor gives all that a piece unpacks to, so pieces are small, and smaller when they unpack to much."""
-
-    needs_input = True
+    """Its decompressor gives all that it is fed unpacks to, up to 30,000 times as much. So it is fed a few blocks at a
+    time: none unpacks to more than 128 KiB (RFC 8878, section 3.1.1)."""
 
     def __init__(self) -> None:
         import zstandard
 
         self.inner = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+        self._failure = zstandard.ZstdError
+        self._held = b""
+        self._at = 0  # of `_held`, fed so far
+        self._left = 0  # bytes of the present header, block or checksum that are still to be fed
+        self._next: Callable[[memoryview], int] | None = self._frame_header
+        self._has_checksum = False
+        self.needs_input = True
 
     eof = property(lambda self: self.inner.eof)
-    unused_data = property(lambda self: self.inner.unused_data)
+    unused_data = property(lambda self: self.inner.unused_data + self._held[self._at :])
 
     def feed(self, data: bytes) -> bytes:
-        return self.inner.decompress(data)
+        held = self._held = self._held[self._at :] + data
+        end, blocks = 0, 0
+        view = memoryview(held)
+        while blocks < _PIECE // _ZSTD_BLOCK:
+            if not self._left:
+                if self._next is None:  # whatever follows is another member's, or not expected
+                    break
+                self._left = self._next(view[end:])
+                if not self._left:  # not even its length is there
+                    break
+            take = min(self._left, len(held) - end)
+            end += take
+            self._left -= take
+            if self._left:
+                break
+            blocks += 1
+        self._at = end
+        self.needs_input = end == len(held) or (self._next is not None and blocks < _PIECE // _ZSTD_BLOCK)
+        piece = self.inner.decompress(held[:end]) if end else b""
+        if self._next is None and not self._left and not self.inner.eof:
+            raise self._failure("the frame goes on behind its last block")
+        return piece
+
+    def _frame_header(self, view: memoryview) -> int:
+        """Its length; 0 if too little of it is there."""
+        if len(view) < 8:
+            return 0
+        if view[1:4] == _SKIPPABLE:
+            self._next = None
+            return 8 + int.from_bytes(view[4:8], "little")
+        flags = view[4]
+        one_segment = flags >> 5 & 1
+        self._has_checksum = bool(flags >> 2 & 1)
+        self._next = self._block
+        return 5 + (not one_segment) + (0, 1, 2, 4)[flags & 3] + (one_segment, 2, 4, 8)[flags >> 6]
+
+    def _block(self, view: memoryview) -> int:
+        if len(view) < 3:
+            return 0
+        header = int.from_bytes(view[:3], "little")
+        if header & 1:  # the last one
+            self._next = self._checksum if self._has_checksum else None
+        return 3 + (1 if header >> 1 & 3 == 1 else header >> 3)  # kind 1: one byte, many times
+
+    def _checksum(self, view: memoryview) -> int:
+        self._next = None
+        return 4
 
 
 _MEMBERS: dict[str, Callable[[], Any]] = {
@@ -107,7 +160,6 @@ class _Unpacked(io.RawIOBase):
         self._waiting = b""  # packed bytes not fed yet
         self._ready = memoryview(b"")
         self._out = 0
-        self._step = _READ if codec != "zstd" else 1 << 10
         self._failures = _failures(codec)
 
     def readable(self) -> bool:
@@ -132,7 +184,7 @@ class _Unpacked(io.RawIOBase):
         member = self._member
         data = b""
         if member is None or member.needs_input:
-            data = self._waiting or self.packed.read(self._step)
+            data = self._waiting or self.packed.read(_READ)
             self._waiting = b""
             if not data:
                 if member is not None:
@@ -143,8 +195,6 @@ class _Unpacked(io.RawIOBase):
             if not data:
                 return True
             member = self._member = _MEMBERS[self.codec]()
-        if self.codec == "zstd" and len(data) > self._step:
-            data, self._waiting = data[: self._step], data[self._step :]
         try:
             piece = member.feed(data)
         except self._failures as error:
@@ -152,8 +202,6 @@ class _Unpacked(io.RawIOBase):
         if member.eof:
             self._waiting = member.unused_data + self._waiting
             self._member = None
-        if self.codec == "zstd":
-            self._step = min(1 << 14, self._step * 2) if len(piece) < _PIECE else max(16, self._step // 4)
         self._ready = memoryview(piece)
         return True
 

@@ -267,7 +267,7 @@ def test_markdown_is_one_document(tmp_path: Path) -> None:
 
 
 def test_a_quote_that_is_not_closed_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swift.data.readers.lines._CSV_ROW_BYTES", 1000)
+    monkeypatch.setattr("swift.data.readers.base.VALUE_BYTES", 1000)
     path = put(tmp_path / "a.csv", 'text,n\na,1\n"b,2\n' + "c,3\n" * 1000)
     found = []
     with pytest.raises(DataError, match="a csv row that ends") as caught:

@@ -16,6 +16,7 @@ import orjson
 from swift.core.errors import DataError
 from swift.data.files import DataFile, compression_of, format_of, open_input, size_of
 from swift.data.parse_json import decode_utf8, nul_problem, parse_line
+from swift.data.readers import base
 from swift.data.readers.base import Cursor, FileTally, RawRow
 from swift.data.readers.sniff import kind_of, wrong_content
 from swift.data.rows import RowProblem
@@ -145,6 +146,8 @@ def _add(sample: dict[str, Any], archive: tarfile.TarFile, member: tarfile.TarIn
     if ending != last and ending in sample:
         last = ending
     if last == "json" or last in _TEXT:
+        if member.size > base.VALUE_BYTES:
+            raise base.too_large("the member")
         content = archive.extractfile(member)
         assert content is not None  # it is a file
         raw = content.read()

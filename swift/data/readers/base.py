@@ -20,7 +20,7 @@ from swift.data.rows import RowProblem
 from swift.data.unpack import unpacked
 
 RawRow = tuple[int, bytes | dict[str, Any] | RowProblem]
-_BOMS = (  # UTF-32 first: its little-endian mark begins with UTF-16's
+BYTE_ORDER_MARKS = (  # UTF-32 first: its little-endian mark begins with UTF-16's
     (b"\xff\xfe\x00\x00", "utf-32"),
     (b"\x00\x00\xfe\xff", "utf-32"),
     (b"\xff\xfe", "utf-16"),
@@ -28,6 +28,26 @@ _BOMS = (  # UTF-32 first: its little-endian mark begins with UTF-16's
     (codecs.BOM_UTF8, "utf-8"),
 )
 _SKIP_BYTES = 1 << 20
+VALUE_BYTES = 256 << 20  # most that one row, page or member may hold: behind more stands a quote that isn't closed
+
+
+def read_bounded(stream: BinaryIO, what: str) -> bytes:
+    """The rest of a stream that is one row.
+
+    Raises:
+        RowProblem: `too_large`, once it is longer than `VALUE_BYTES`; no more than that is held.
+    """
+    content = stream.read(VALUE_BYTES + 1)
+    if len(content) > VALUE_BYTES:
+        raise too_large(what)
+    return content
+
+
+def too_large(what: str) -> RowProblem:
+    """The problem of a row that is larger than `VALUE_BYTES`."""
+    return RowProblem(
+        "too_large", f"{what} is larger than {VALUE_BYTES >> 20} MiB", "cut it into pieces, or leave it out"
+    )
 
 
 class EmptyFileError(DataError):
@@ -94,7 +114,7 @@ class Text:
 
     def _look(self) -> None:
         head = self.stream.peek(512)[:512]  # type: ignore[attr-defined]
-        mark, encoding = next(((m, name) for m, name in _BOMS if head.startswith(m)), (b"", "utf-8"))
+        mark, encoding = next(((m, name) for m, name in BYTE_ORDER_MARKS if head.startswith(m)), (b"", "utf-8"))
         self.plain = self.codec is None and encoding == "utf-8"
         self.offset = self.line = self.row_offset = 0
         refuse_wrong_content(head, self.file)

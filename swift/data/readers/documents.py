@@ -16,7 +16,7 @@ from typing import Any
 from swift.core.extras import require
 from swift.data.files import DataFile, open_input
 from swift.data.parse_json import encoding_complaint
-from swift.data.readers.base import Cursor, FileTally, RawRow
+from swift.data.readers.base import BYTE_ORDER_MARKS, Cursor, FileTally, RawRow, read_bounded
 from swift.data.readers.sniff import kind_of
 from swift.data.rows import RowProblem
 
@@ -46,7 +46,6 @@ _BLOCKS = ", ".join(
 )
 _LINE, _SPACE = "\x02", "\x03"  # put into the text for a line break and for a space that stays
 _NO_MARKS = str.maketrans("", "", _LINE + _SPACE)
-_BOMS = ((b"\xef\xbb\xbf", "utf-8-sig"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
 
 
 def read_html(file: DataFile, tally: FileTally, cursor: Cursor) -> Iterator[RawRow]:
@@ -54,8 +53,13 @@ def read_html(file: DataFile, tally: FileTally, cursor: Cursor) -> Iterator[RawR
     if cursor.row:
         return
     parser = require("selectolax.lexbor", extra="data", purpose="read html files")
-    with open_input(file.location) as stream:
-        raw = stream.read()
+    try:
+        with open_input(file.location) as stream:
+            raw = read_bounded(stream, "the page")
+    except RowProblem as problem:
+        cursor.line = 1
+        yield 1, problem
+        return
     tally.share = 1.0
     if not raw.strip():
         return
@@ -81,7 +85,7 @@ def read_html(file: DataFile, tally: FileTally, cursor: Cursor) -> Iterator[RawR
 
 def _decode_html(raw: bytes) -> str:
     """By its byte-order mark, else as its meta element says, else as UTF-8."""
-    encoding = next((name for mark, name in _BOMS if raw.startswith(mark)), None)
+    encoding = next((name for mark, name in BYTE_ORDER_MARKS if raw.startswith(mark)), None)
     if encoding is None:
         named = _CHARSET.search(raw[:4096])
         encoding = named[1].decode().lower() if named else "utf-8"
@@ -89,7 +93,7 @@ def _decode_html(raw: bytes) -> str:
             encoding, encoding
         )
     try:
-        return raw.decode(encoding)
+        return raw.decode(encoding).removeprefix("\ufeff")
     except LookupError as error:
         raise RowProblem("bad_encoding", f"the page names an encoding that isn't known: {encoding}") from error
     except UnicodeDecodeError as error:
@@ -131,8 +135,14 @@ def visible_text(tree: Any) -> str:
 def read_pdf(file: DataFile, tally: FileTally, cursor: Cursor) -> Iterator[RawRow]:
     """One row, or with `:pages` one for each page that has text, numbered by page."""
     pdfium = require("pypdfium2", extra="data", purpose="read pdf files")
-    with open_input(file.location) as stream:
-        raw = stream.read()
+    try:
+        with open_input(file.location) as stream:
+            raw = read_bounded(stream, "the pdf")
+    except RowProblem as problem:
+        if not cursor.row:
+            cursor.line = 1
+            yield 1, problem
+        return
     if not raw:
         return
     try:

@@ -23,6 +23,7 @@ from swift.data.parse_json import (
     pairs_once,
     refuse_lone_surrogates,
 )
+from swift.data.readers import base
 from swift.data.readers.base import Cursor, FileTally, RawRow, Text
 from swift.data.rows import RowProblem, excerpt
 
@@ -132,7 +133,7 @@ class _Window:
         """Read on, at least as much again as there is: parsing a value anew each time then costs twice, not more."""
         if self.ended:
             return False
-        wanted = max(_PIECE, len(self.text))
+        wanted = max(_PIECE, min(len(self.text), base.VALUE_BYTES // 4))
         data = self.source.stream.read(wanted)
         self.ended = len(data) < wanted
         held = self._utf8.getstate()[0]
@@ -201,6 +202,8 @@ class _Window:
                 value, end = self.decoder.raw_decode(self.text, position)
             except json.JSONDecodeError as error:
                 unfinished = error.msg.startswith("Unterminated") or error.pos >= len(self.text) - _MARGIN
+                if unfinished and len(self.text) - position > base.VALUE_BYTES:
+                    raise self._too_large(position) from error
                 if unfinished and self.grow():
                     continue
                 raise self._json_error(error) from error
@@ -208,8 +211,17 @@ class _Window:
                 raise DataError(problem.message, where=self.where(position), fix=problem.fix) from problem
             except RecursionError as error:
                 raise DataError("the JSON is nested too deeply", where=self.where(position)) from error
+            if end - position > base.VALUE_BYTES:
+                raise self._too_large(position)
             if end < len(self.text) or not self.grow():  # a number may go on
                 return value, end
+
+    def _too_large(self, position: int) -> DataError:
+        return DataError(
+            f"the value that starts here is larger than {base.VALUE_BYTES >> 20} MiB",
+            where=self.where(position),
+            fix="a quote or bracket may not be closed; if the value is meant, write its rows as jsonl",
+        )
 
     def _json_error(self, error: json.JSONDecodeError) -> DataError:
         problem = json_problem(self.text, error)

@@ -15,12 +15,12 @@ import orjson
 from swift.core.errors import DataError
 from swift.data.files import DataFile, stem_of
 from swift.data.parse_json import decode_utf8, nul_problem
+from swift.data.readers import base
 from swift.data.readers.base import Cursor, FileTally, RawRow, Text, opened
 from swift.data.rows import RowProblem, excerpt
 
 _BOM = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n"
-_CSV_ROW_BYTES = 256 << 20  # a quote that isn't closed would otherwise take the whole file into memory
 
 
 def read_jsonl(file: DataFile, tally: FileTally, cursor: Cursor) -> Iterator[RawRow]:
@@ -188,9 +188,9 @@ def _wrong_width(cells: list[str], header: list[str], delimiter: str) -> RowProb
 
 def _decoded_lines(text: Text) -> Iterator[str]:
     for raw in text.lines():
-        if text.offset - text.row_offset > _CSV_ROW_BYTES:
+        if text.offset - text.row_offset > base.VALUE_BYTES:
             raise DataError(
-                f"a csv row that ends at this line or behind it is longer than {_CSV_ROW_BYTES >> 20} MiB",
+                f"a csv row that ends at this line or behind it is longer than {base.VALUE_BYTES >> 20} MiB",
                 where=f"{text.file.name}:{text.line}",
                 fix="a quote may not be closed; if the row is meant, write it as jsonl",
             )

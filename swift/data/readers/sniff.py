@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from swift.core.errors import DataError
 from swift.data.files import FORMATS, DataFile, base_name, compression_of, stem_of
+from swift.data.unpack import MAGIC
 
 _BINARY = (  # (first bytes, what it is, ending)
     (b"PAR1", "a parquet file", ".parquet"),
     (b"ARROW1\0\0", "an arrow file", ".arrow"),
     (b"\xff\xff\xff\xff", "an arrow stream", ".arrow"),
     (b"%PDF-", "a pdf", ".pdf"),
-    (b"\x1f\x8b", "packed with gzip", ".gz"),
-    (b"\x28\xb5\x2f\xfd", "packed with zstd", ".zst"),
-    (b"BZh9", "packed with bzip2", ".bz2"),
-    (b"\xfd7zXZ\0", "packed with xz", ".xz"),
+    (MAGIC["gzip"], "packed with gzip", ".gz"),
+    (MAGIC["zstd"], "packed with zstd", ".zst"),
+    (MAGIC["bzip2"], "packed with bzip2", ".bz2"),
+    (MAGIC["xz"], "packed with xz", ".xz"),
     (b"PK\x03\x04", "a zip archive (or an office document)", ""),
     (b"SQLite format 3\0", "an SQLite database", ""),
     (b"\x89HDF\r\n", "an HDF5 file", ""),
@@ -25,7 +26,7 @@ _WEB = (b"<!doctype html", b"<html", b"<?xml", b"<head", b"<body")
 def kind_of(head: bytes) -> tuple[str, str] | None:
     """What the first bytes (at least 300, if there are so many) are a sign of, and its ending; None for plain text."""
     for magic, what, ending in _BINARY:
-        if head.startswith(magic):
+        if head.startswith(magic) and (what != "packed with bzip2" or head[4:10] == b"1AY&SY"):  # else: BZh, a name
             return what, ending
     if head[257:262] == b"ustar":
         return "a tar archive", ".tar"
