@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
+from swift.data.scripts import UNSPACED_RANGES
+
 # What may be protected, in the order in which the kinds are looked for. Every repetition is bounded, so that a text
 # made of openings without ends can't take quadratic time.
 _PROTECTED = {
@@ -48,9 +50,7 @@ _ASCII_LETTER = re.compile("[A-Za-z]")
 _ASCII_WORD = r"[A-Za-z0-9]+(?:['-][A-Za-z0-9]+)*"  # what `_word` is on ASCII, several times as fast
 
 # scripts written without spaces: each character, with its marks, counts as a word
-_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_UNSPACED += "\U00020000-\U0003ffff"
-_UNSPACED_CHARACTER = re.compile(f"[{_UNSPACED}]")
+_UNSPACED_CHARACTER = re.compile(f"[{UNSPACED_RANGES}]")
 _SENTENCE_ENDS = ".!?\u2026\u3002\uff01\uff1f\uff0e\u061f\u06d4\u0964"
 _CLOSERS = "\"')\\]\u201d\u2019\u00bb\u300d\u300f\uff09"
 _STARTS_SENTENCE = re.compile(rf"[{_SENTENCE_ENDS}:][{_CLOSERS}]*\s|[\u3002\uff01\uff1f]|\n")
@@ -75,8 +75,8 @@ def _marks() -> str:
 
 @cache
 def _word() -> str:
-    letter = f"(?:(?![{_UNSPACED}])[^\\W_])[{_marks()}]*"
-    return rf"(?:{letter})+(?:['\u2019-](?:{letter})+)*|[{_UNSPACED}][{_marks()}]*"
+    letter = f"(?:(?![{UNSPACED_RANGES}])[^\\W_])[{_marks()}]*"
+    return rf"(?:{letter})+(?:['\u2019-](?:{letter})+)*|[{UNSPACED_RANGES}][{_marks()}]*"
 
 
 @cache

@@ -17,6 +17,7 @@ import numpy as np
 
 from swift.core.logging import get_logger
 from swift.data.compiled import has_numba
+from swift.data.scripts import UNSPACED_BLOCKS
 
 # The hash of a token (here and in `kernels`) is fmix64 of the polynomial of its bytes in _BASE modulo 2**64. _BASE is
 # odd, so it has an inverse, which lets numpy take the hash of every token from one running sum.
@@ -26,35 +27,23 @@ _MIX_A = np.uint64(0xFF51AFD7ED558CCD)
 _MIX_B = np.uint64(0xC4CEB9FE1A85EC53)
 _SEPARATOR, _WORD, _SINGLE = 0, 1, 2
 
-# first and last code point of ranges, in order; what no range holds is a word (above ASCII)
-_RANGES = (
-    (0x80, 0xA9, _SEPARATOR),
-    (0xAB, 0xB4, _SEPARATOR),
-    (0xB6, 0xB9, _SEPARATOR),
-    (0xBB, 0xBF, _SEPARATOR),
-    (0x0E00, 0x0EFF, _SINGLE),  # Thai, Lao
-    (0x0F00, 0x0FFF, _SINGLE),  # Tibetan
-    (0x1000, 0x109F, _SINGLE),  # Burmese
-    (0x1780, 0x17FF, _SINGLE),  # Khmer
-    (0x2000, 0x206F, _SEPARATOR),  # general punctuation
-    (0x2E00, 0x2E7F, _SEPARATOR),
-    (0x2E80, 0x2FDF, _SINGLE),  # radicals
-    (0x3000, 0x3004, _SEPARATOR),
-    (0x3005, 0x3007, _SINGLE),  # iteration mark, closing mark, zero
-    (0x3008, 0x3020, _SEPARATOR),
-    (0x3030, 0x303F, _SEPARATOR),
-    (0x3040, 0x30FF, _SINGLE),  # Hiragana, Katakana
-    (0x31F0, 0x31FF, _SINGLE),
-    (0x3400, 0x9FFF, _SINGLE),  # Han
-    (0xF900, 0xFAFF, _SINGLE),
-    (0xFE10, 0xFE6F, _SEPARATOR),
-    (0xFEFF, 0xFEFF, _SEPARATOR),
-    (0xFF00, 0xFF0F, _SEPARATOR),  # full-width signs
-    (0xFF1A, 0xFF20, _SEPARATOR),
-    (0xFF3B, 0xFF40, _SEPARATOR),
-    (0xFF5B, 0xFF65, _SEPARATOR),
-    (0xFF66, 0xFF9F, _SINGLE),  # half-width Katakana
-    (0x20000, 0x3FFFF, _SINGLE),  # Han, the later planes
+# first and last code point of ranges, in order; what neither they nor UNSPACED_BLOCKS hold is a word (above ASCII)
+_SEPARATORS = (
+    (0x80, 0xA9),
+    (0xAB, 0xB4),
+    (0xB6, 0xB9),
+    (0xBB, 0xBF),
+    (0x2000, 0x206F),  # general punctuation
+    (0x2E00, 0x2E7F),
+    (0x3000, 0x3004),
+    (0x3008, 0x3020),
+    (0x3030, 0x303F),
+    (0xFE10, 0xFE6F),
+    (0xFEFF, 0xFEFF),
+    (0xFF00, 0xFF0F),  # full-width signs
+    (0xFF1A, 0xFF20),
+    (0xFF3B, 0xFF40),
+    (0xFF5B, 0xFF65),
 )
 
 
@@ -62,8 +51,10 @@ def _class_table() -> np.ndarray:
     """uint8 [0x40000]: the class of each code point; beyond it everything is a word (or a picture, which counts so)."""
     table = np.full(0x40000, _WORD, dtype=np.uint8)
     table[:128] = [_WORD if chr(code).isalnum() else _SEPARATOR for code in range(128)]
-    for first, last, kind in _RANGES:
-        table[first : last + 1] = kind
+    for first, last in _SEPARATORS:
+        table[first : last + 1] = _SEPARATOR
+    for first, last in UNSPACED_BLOCKS:
+        table[first : last + 1] = _SINGLE
     return table
 
 

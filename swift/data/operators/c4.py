@@ -37,7 +37,8 @@ class C4Quality(MapOperator):
     """Remove lines that aren't sentences; drop pages with code, placeholder text, blocked words or too few sentences.
 
     Raffel et al. 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", section
-    2.2. East Asian and other end marks count beside the paper's `. ! ? "`. The paper's list of offensive words isn't
+    2.2. East Asian and other end marks count beside the paper's `. ! ? "`; a line that ends in `...` stays, which the
+    program that made C4 removes. The paper's list of offensive words isn't
     shipped: `blocked_words` names a file. Lines are only removed from plain text: a turn of a conversation stays
     whole, and the rules about pages look at its joined texts.
     """

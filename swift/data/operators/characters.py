@@ -1,7 +1,7 @@
 """What kind of character each code point is, as one table that kernels and plain code share.
 
-Scripts that are written without spaces (Chinese, Japanese, Thai, Lao, Khmer, Burmese) have no words between spaces:
-each of their letters counts as a word of its own, so that rules about numbers of words don't drop such texts.
+Scripts that are written without spaces (`swift.data.scripts`) have no words between spaces: each of their letters counts
+as a word of its own, so that rules about numbers of words don't drop such texts.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
+
+from swift.data.scripts import UNSPACED_BLOCKS
 
 SPACE = 1
 ALPHA = 2
@@ -22,19 +24,6 @@ CLOSING = 256  # may stand between the end of a sentence and the space
 C4_END = 512
 LINE_END = 1024
 
-# blocks; code points in them count when they are letters
-UNSPACED_BLOCKS = (
-    (0x0E00, 0x0EFF),  # Thai, Lao
-    (0x1000, 0x109F),  # Myanmar
-    (0x1780, 0x17FF),  # Khmer
-    (0x3040, 0x30FF),  # Hiragana, Katakana
-    (0x31F0, 0x31FF),
-    (0x3400, 0x4DBF),  # Han
-    (0x4E00, 0x9FFF),
-    (0xF900, 0xFAFF),
-    (0xFF66, 0xFF9F),
-    (0x20000, 0x323AF),
-)
 BULLETS = "•‣⁃◦∙●○▪▫■□▶►◀◆◇★☆✓✔➢➤→·–—"
 DASHES = "-*+"
 ENDS = ".!?…‽؟۔।॥։።፧၊။៕"
@@ -53,7 +42,7 @@ def character_table() -> np.ndarray:
     table[[c.isspace() for c in characters]] |= SPACE
     table[[c.isalpha() for c in characters]] |= ALPHA
     table[[c.isalnum() for c in characters]] |= ALNUM
-    for first, last in UNSPACED_BLOCKS:
+    for first, last in UNSPACED_BLOCKS:  # what is a letter in them
         block = table[first : last + 1]
         block[(block & ALPHA) != 0] |= UNSPACED
     sets = (

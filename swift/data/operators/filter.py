@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from swift.config.fields import setting
 from swift.core.errors import UsageError
@@ -26,7 +26,9 @@ class Filter(MapOperator):
     max: float | None = setting(None, help="largest number")
     any_of: list[Any] = setting(factory=list, help="the values that stay")
     none_of: list[Any] = setting(factory=list, help="the values that go")
-    missing: str = setting("drop", help="what happens where the field is missing or of another kind: drop or keep")
+    missing: Literal["drop", "keep"] = setting(
+        "drop", help="what happens where the field is missing or of another kind: drop or keep"
+    )
 
     def check(self) -> None:
         if not self.field:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swift.core.extras import require
+from swift.data.scripts import UNSPACED_RANGES
 
 # never text of the page
 _DROPPED_TAGS = (
@@ -46,7 +47,7 @@ _BLOCKS_TAGS = (
 )
 _BLOCKS = frozenset(_BLOCKS_TAGS.split())
 _SPACE = re.compile(r"[^\S\u00a0]+|\u00a0+")
-_WIDE = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
+_WIDE = re.compile(f"[{UNSPACED_RANGES}]")
 # named parts of a page that hold more of its text than this are no boilerplate, whatever they are called
 _MOST = 0.4
 _GOOD_WORDS = 15

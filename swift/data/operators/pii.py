@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from swift.core.errors import UsageError, did_you_mean
 from swift.data.engine.document import Document
 from swift.data.engine.operator import OPERATORS, Context, MapOperator
 from swift.data.engine.tally import Tally
-from swift.data.operators.pii_kinds import NUMBERS, Kind, kinds
+from swift.data.operators.pii_kinds import NUMBERS, Kind, kinds, without_overlaps
 from swift.data.operators.rules import check_choice, wrong
 
 KINDS = tuple(dict.fromkeys(kind.name for kind in kinds(True)))
@@ -75,7 +74,7 @@ class Pii(MapOperator):
         for kind, places in zip(self._chosen, suspects(self._chosen, texts)):
             for place in places:
                 found[place] += [(start, end, kind.name) for start, end in kind.find(texts[place])]
-        return [_without_overlaps(finds) if finds else finds for finds in found]
+        return [without_overlaps(finds, _rank) if finds else finds for finds in found]
 
     def _goes_on(self, document: Document, found: list[list[Find]], tally: Tally) -> bool:
         counts = Counter(kind for finds in found for _, _, kind in finds)
@@ -102,15 +101,8 @@ class Pii(MapOperator):
         return self.placeholder.replace("{KIND}", kind.upper()).replace("{kind}", kind)
 
 
-def _without_overlaps(finds: list[Find]) -> list[Find]:
-    """The finds in order; where two overlap, the one whose kind comes first stays."""
-    kept: list[Find] = []  # rising
-    for find in sorted(finds, key=lambda find: (KINDS.index(find[2]), find[0], -find[1])):
-        place = bisect(kept, find)
-        free_before = place == 0 or kept[place - 1][1] <= find[0]
-        if free_before and (place == len(kept) or find[1] <= kept[place][0]):
-            kept.insert(place, find)
-    return kept
+def _rank(find: Find) -> int:
+    return KINDS.index(find[2])
 
 
 def suspects(chosen: Sequence[Kind], texts: Sequence[str]) -> list[list[int]]:

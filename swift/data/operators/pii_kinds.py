@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 Span = tuple[int, int]
+Place = TypeVar("Place", tuple[int, int], tuple[int, int, str])  # start, end; and perhaps the kind
 Finder = Callable[[str], Iterator[Span]]
 
 NUMBERS = r"[0-9](?:[ .()/\-]{0,3}[0-9]){3}"
@@ -336,12 +339,14 @@ def find_secrets(text: str) -> Iterator[Span]:
     yield from without_overlaps(spans)
 
 
-def without_overlaps(spans: list[Span]) -> list[Span]:
-    """The spans in order; of those that overlap the first, and of those that begin together the longest."""
-    kept: list[Span] = []
-    for span in sorted(spans, key=lambda span: (span[0], -span[1])):
-        if not kept or span[0] >= kept[-1][1]:
-            kept.append(span)
+def without_overlaps(spans: list[Place], rank: Callable[[Place], int] = lambda _: 0) -> list[Place]:
+    """The spans in order; of those that overlap the one of lower rank, then the first, then the longest."""
+    kept: list[Place] = []  # rising
+    for span in sorted(spans, key=lambda span: (rank(span), span[0], -span[1])):
+        at = bisect(kept, span)
+        free_before = at == 0 or kept[at - 1][1] <= span[0]
+        if free_before and (at == len(kept) or span[1] <= kept[at][0]):
+            kept.insert(at, span)
     return kept
 
 

@@ -3,7 +3,7 @@
 The definitions that every quality rule uses. `text_kernels` computes the same from bytes, some seventy times faster;
 this one runs where numba isn't installed, and tests hold the two against each other.
 
-- A word is what stands between white space. A letter of a script without spaces (`characters.UNSPACED_BLOCKS`) is a
+- A word is what stands between white space. A letter of a script without spaces (`scripts.UNSPACED_BLOCKS`) is a
   word of its own, together with the marks and punctuation around it.
 - A line ends with a line feed; white space at its ends isn't part of it, and a line of white space doesn't count.
 - A paragraph is a run of lines with no blank line between them.
