@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from swift.commands.precheck import precheck
 from swift.config import InferConfig, SftConfig, build_config, load_config, to_flat
 from swift.core.errors import UsageError
+from swift.core.files import require_writable
 from swift.core.logging import get_logger, rank, world_size
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ def _answer(config: InferConfig) -> BatchReport:
 
     if config.generation.stream:
         raise UsageError("a batch job can't stream", where="--stream", fix="leave --stream out with --val_dataset")
+    if config.infer.result_path and rank() == 0:
+        require_writable(Path(config.infer.result_path).expanduser())
     prepared = prepare(config)
     _notices(prepared)
     inputs = _inputs(prepared)

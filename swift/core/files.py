@@ -109,6 +109,21 @@ def is_disk_fault(error: BaseException) -> bool:
     return from_rust and bool(_RUST_IO.search(words))
 
 
+def require_writable(path: Path) -> None:
+    """Find out whether `path` can be written, before the work whose result goes there; it is neither made nor changed.
+
+    Raises:
+        SwiftError: it can't, with the cause.
+    """
+    probe = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with disk_errors(path):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+
+
 def require_space(path: Path, needed_bytes: int) -> None:
     """Check that `needed_bytes` fit on the file system of `path`, which needn't exist yet.
 

@@ -184,7 +184,7 @@ def header_lines(plan: dict[str, Any], resumed_step: int | None) -> list[str]:
     if plan.get("total_steps"):
         steps = f"steps   {about}{plan['total_steps']}"
         if plan.get("steps_per_epoch"):
-            steps += f" ({number_of_epochs(plan)} epochs of {plan['steps_per_epoch']})"
+            steps += f" ({text.counted(number_of_epochs(plan), 'epoch')} of {plan['steps_per_epoch']})"
         if resumed_step is not None:
             steps += f" · goes on after step {resumed_step}"
         lines.append(steps)
@@ -201,7 +201,8 @@ def number_of_epochs(plan: dict[str, Any]) -> str:
 
 def summary_lines(summary: dict[str, Any], history: History, run_dir: Path) -> list[str]:
     """The few lines that say what came out and where it is."""
-    words = [f"{summary.get('status', 'finished')}: {summary['steps']} steps" if "steps" in summary else "finished"]
+    status = summary.get("status", "finished")
+    words = [f"{status}: {text.counted(summary['steps'], 'step')}" if "steps" in summary else "finished"]
     resumed_at = summary.get("resumed_at") or 0
     if resumed_at and resumed_at == summary.get("steps"):
         words[0] = (
@@ -209,7 +210,7 @@ def summary_lines(summary: dict[str, Any], history: History, run_dir: Path) -> l
         )
     elif resumed_at:
         more = summary["steps"] - resumed_at
-        words[0] = f"{summary.get('status', 'finished')}: {more} more steps, {summary['steps']} in all"
+        words[0] = f"{status}: {text.counted(more, 'more step')}, {summary['steps']} in all"
     if "seconds" in summary:
         words[0] += f" in {text.duration(summary['seconds'])}"
     _, losses = history.series("loss")

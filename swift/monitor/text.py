@@ -32,6 +32,11 @@ def number(value: Any) -> str:
     return f"{value:.4g}"
 
 
+def counted(count: int | str, thing: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{count} {thing}" + ("" if str(count) == "1" else "s")
+
+
 def metric_words(metrics: dict[str, float]) -> list[str]:
     """The metrics that a console line shows, in reading order; the rest is in logging.jsonl only."""
     words = []

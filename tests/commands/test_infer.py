@@ -265,6 +265,13 @@ def test_exit_codes(job, tmp_path):
     assert [r["status"] for r in results_of(tmp_path / "bad-results.jsonl")] == ["error"] * 2
 
 
+def test_a_place_that_cant_be_written_is_named_before_a_model_is_looked_for(job, tmp_path):
+    (tmp_path / "file").write_text("")
+    flags = {**FAST, **job, "model": "no/such-model", "result_path": str(tmp_path / "file" / "results.jsonl")}
+    with pytest.raises(SwiftError, match="could not write"):
+        infer(**flags)
+
+
 # --- checkpoints ---
 
 

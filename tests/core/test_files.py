@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swift.core.errors import SwiftError
-from swift.core.files import disk_errors, is_disk_fault, require_space, write_atomic
+from swift.core.files import disk_errors, is_disk_fault, require_space, require_writable, write_atomic
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,14 @@ def test_space_is_looked_up_where_the_file_will_be(tmp_path, monkeypatch):
     with pytest.raises(SwiftError, match="not enough free space"):
         require_space(tmp_path / "not/yet", 1001)
     assert asked[-1] == tmp_path
+
+
+def test_what_can_be_written_is_found_out_without_a_trace(tmp_path):
+    (tmp_path / "kept.jsonl").write_text("rows")
+    require_writable(tmp_path / "kept.jsonl")
+    require_writable(tmp_path / "new" / "results.jsonl")
+    assert (tmp_path / "kept.jsonl").read_text() == "rows"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["kept.jsonl", "new"]
+    for place in (tmp_path, tmp_path / "kept.jsonl" / "results.jsonl"):
+        with pytest.raises(SwiftError, match="could not write"):
+            require_writable(place)

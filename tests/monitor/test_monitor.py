@@ -18,7 +18,7 @@ from swift.data.rows import RowProblem, RowRef
 from swift.monitor import EventWriter, build_monitor, read_history
 from swift.monitor.console import Pace
 from swift.monitor.plot import smooth
-from swift.monitor.text import duration, sparkline
+from swift.monitor.text import counted, duration, sparkline
 
 PLAN = {
     "model": "tiny",
@@ -264,3 +264,8 @@ def test_smoothing_neither_lags_on_short_curves_nor_leaves_long_ones_rough():
     assert smooth([3.0] * 100) == pytest.approx([3.0] * 100)  # no bias at the start
     rough = [1.0 + (-1) ** i for i in range(400)]
     assert max(smooth(rough)[100:]) < 1.1
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "1 step"), ("1", "1 step"), (0, "0 steps"), ("0.5", "0.5 steps")])
+def test_counts_have_their_plural(count, words):
+    assert counted(count, "step") == words
