@@ -1,7 +1,7 @@
 """What kind of character each code point is, as one table that kernels and plain code share.
 
-Scripts that are written without spaces (`swift.data.scripts`) have no words between spaces: each of their letters counts
-as a word of its own, so that rules about numbers of words don't drop such texts.
+Scripts that are written without spaces (`swift.data.scripts`) have no words between spaces: each of their letters is a
+word of its own, so that rules about numbers of words don't drop such texts.
 """
 
 from __future__ import annotations
