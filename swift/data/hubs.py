@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import glob
+import itertools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from swift.core.errors import DataError, NetworkError, SwiftError, did_you_mean,
 from swift.core.extras import require
 from swift.core.logging import get_logger
 from swift.core.network import is_offline, uses_hf
-from swift.data.files import DOCUMENT_FORMATS, FORMATS, DataFile, format_of, is_data_file
+from swift.data.files import COMPRESSIONS, DOCUMENT_FORMATS, FORMATS, DataFile, format_of, is_data_file
 from swift.data.patterns import path_pattern
 
 log = get_logger("data")
@@ -363,23 +364,59 @@ def _ms_snapshot(hub_id: HubId, offline: bool) -> _Snapshot:
     modelscope = require("modelscope", extra="modelscope", purpose="download data sets from ModelScope")
     import requests  # a dependency of modelscope, which raises its exceptions
 
-    patterns = [f"*{ending}{packed}" for ending in FORMATS for packed in ("", ".gz", ".zst", ".bz2", ".xz")]
-    try:
-        folder = Path(
-            modelscope.dataset_snapshot_download(
-                hub_id.name, revision=hub_id.revision, allow_patterns=patterns, local_files_only=offline
-            )
-        )
-    except (ValueError, OSError, requests.RequestException) as error:
-        reason = "the network is forbidden (--offline)" if offline else f"ModelScope failed: {first_line(error)}"
-        raise NetworkError(
-            f"{hub_id} is not on this machine, and {reason}",
-            fix=f"use local files, or fetch it once with network: modelscope download --dataset {hub_id.name}",
-        ) from error
+    def asked(ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except (ValueError, OSError, requests.RequestException) as error:
+            reason = "the network is forbidden (--offline)" if offline else f"ModelScope failed: {first_line(error)}"
+            raise NetworkError(
+                f"{hub_id} is not on this machine, and {reason}",
+                fix=f"use local files, or fetch it once with network: modelscope download --dataset {hub_id.name}",
+            ) from error
+
+    def fetch(patterns: list[str]) -> Path:
+        settings = {"revision": hub_id.revision, "allow_patterns": patterns, "local_files_only": offline}
+        return Path(asked(lambda: modelscope.dataset_snapshot_download(hub_id.name, **settings)))
+
+    def fetch_chosen(chosen: list[str]) -> Path:
+        folder = fetch([glob.escape(name) for name in chosen])
+        absent = next((name for name in chosen if not (folder / name).is_file()), None)
+        if absent:
+            raise NetworkError(f"{hub_id}: ModelScope was asked for {absent} and didn't give it", fix="try again")
+        return folder
+
+    def text_of(readme: Path) -> str:
+        return readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+
+    names = None if offline else asked(lambda: _ms_names(hub_id))
+    if names is not None:
+        has_card = "README.md" in names
+        return _Snapshot(names, lambda: text_of(fetch(["README.md"]) / "README.md") if has_card else "", fetch_chosen)
+    # from the cache, or by an early version, which can't list: all data files, whatever is wanted of them
+    folder = fetch(["README.md", *(f"*{end}{pack}" for end in FORMATS for pack in ("", *COMPRESSIONS))])
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    readme = folder / "README.md"
-    return _Snapshot(
-        names,
-        lambda: readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else "",
-        lambda chosen: folder,
-    )
+    return _Snapshot(names, lambda: text_of(folder / "README.md"), lambda chosen: folder)
+
+
+_MS_PAGE = 100
+
+
+def _ms_names(hub_id: HubId) -> list[str] | None:
+    """The names of all files of a data set; None where the library is too old to list them."""
+    try:
+        from modelscope.hub.api import HubApi
+    except ImportError:
+        return None
+    if not hasattr(HubApi, "get_dataset_files"):
+        return None
+    names: set[str] = set()
+    revision = {"revision": hub_id.revision} if hub_id.revision else {}
+    for page in itertools.count(1):
+        found = HubApi().get_dataset_files(
+            repo_id=hub_id.name, recursive=True, page_number=page, page_size=_MS_PAGE, **revision
+        )
+        before = len(names)
+        names |= {entry["Path"] for entry in found if entry.get("Type") != "tree"}
+        if len(found) < _MS_PAGE or (page > 1 and len(names) == before):
+            break
+    return sorted(names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import http.server
 import json
 import os
@@ -336,6 +337,34 @@ def test_modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "modelscope", None)
     with pytest.raises(DependencyError, match="modelscope"):
         fetch_dataset(HubId("ms", "o/third"), [])
+
+
+def test_of_modelscope_only_the_wanted_files_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = [{"Path": name, "Type": "blob"} for name in ("README.md", "test/a.jsonl", "x[1].jsonl")]
+    listed += [{"Path": "train", "Type": "tree"}]
+    listed += [{"Path": f"train/{number:03}.jsonl", "Type": "blob"} for number in range(150)]
+    fetched: list[str] = []
+
+    class HubApi:
+        def get_dataset_files(self, repo_id: str, recursive: bool, page_number: int, page_size: int) -> list[Any]:
+            assert repo_id == "o/large" and recursive
+            return listed[(page_number - 1) * page_size : page_number * page_size]
+
+    def dataset_snapshot_download(name: str, *, allow_patterns: list[str], **settings: Any) -> str:
+        for entry in listed:
+            if any(fnmatch.fnmatch(entry["Path"], pattern) for pattern in allow_patterns):
+                fetched.append(entry["Path"])
+                (tmp_path / entry["Path"]).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / entry["Path"]).write_text('{"text": "a"}\n')
+        return str(tmp_path)
+
+    fake = types.SimpleNamespace(dataset_snapshot_download=dataset_snapshot_download)
+    for name, module in {"": fake, ".hub": fake, ".hub.api": types.SimpleNamespace(HubApi=HubApi)}.items():
+        monkeypatch.setitem(sys.modules, f"modelscope{name}", module)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    (file,) = fetch_dataset(HubId("ms", "o/large", split="test"), [])
+    assert file.name == "ms::o/large/test/a.jsonl" and fetched == ["README.md", "test/a.jsonl"]
+    assert len(fetch_dataset(HubId("ms", "o/large"), [])) == 150
 
 
 def test_a_check_of_names_downloads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
