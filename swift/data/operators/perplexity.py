@@ -44,6 +44,10 @@ class Perplexity(MapOperator):
     device: str = setting("auto", help="auto (a GPU if there is one), cpu, cuda, cuda:1, ...")
 
     def check(self) -> None:
+        for name in ("min", "max"):
+            value = getattr(self, name)
+            if value is not None and not value >= (1 if name == "max" else 0):
+                raise wrong(name, value, "a perplexity is 1 or more; null for no bound")
         check_range(self, "min", "max")
         if self.max_tokens < 2:
             raise wrong("max_tokens", self.max_tokens, "at least 2")

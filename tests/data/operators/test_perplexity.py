@@ -98,6 +98,9 @@ def test_a_missing_model_and_settings_that_cant_be_meant(tmp_path: Path) -> None
         ({"max_tokens": 1}, "max_tokens"),
         ({"batch_size": 0}, "batch_size"),
         ({"min": 2, "max": 1}, "min"),
+        ({"max": -1}, "max is -1"),
+        ({"max": 0.5}, "max is 0.5"),
+        ({"min": -3}, "min is -3"),
     ):
         with pytest.raises(UsageError, match=said):
             Perplexity(**settings).check()
