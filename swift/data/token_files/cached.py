@@ -214,6 +214,11 @@ def _check_settings(folder: Path, manifest: Mapping[str, Any], made: Mapping[str
         if mine.get(name) is not None:
             flags.append(f"--{name} {_shown(mine[name])}")
     again = f"make them again: {_command(manifest)}"
+    if _command(manifest).startswith("swift data run"):
+        keys = {"max_length": "length"} if manifest.get("packed") else {}  # as pack_tokens calls it
+        settings = [name for name in differ if name not in _HASHED and asked.get(name) is not None]
+        wanted = [f"{keys.get(name, name)}: {_shown(asked[name])}" for name in settings]
+        again = f"write {', '.join(wanted)} into the recipe's last step and {again}" if wanted else again
     raise DataError(
         "the token shards were made with another template or other settings: " + "; ".join(words),
         where=str(folder),

@@ -88,6 +88,10 @@ def test_conversations_for_sft(
     settings = {"max_length": 90, "system": "Be brief."}
     fresh = trained_on(tokenizer, settings, dataset=[str(rows)], strict=False, max_bad_rows=1)
     assert content(trained_on(tokenizer, settings, cached_dataset=[str(tmp_path / "tokens")])) == content(fresh)
+    with pytest.raises(DataError) as caught:
+        trained_on(tokenizer, {**settings, "max_length": 64}, cached_dataset=[str(tmp_path / "tokens")])
+    told = "--max_length 90, or write max_length: 64 into the recipe's last step and make them again: swift data run"
+    assert told in str(caught.value.fix)
     with pytest.raises(DataError, match="the system prompt"):
         trained_on(tokenizer, {"max_length": 90}, cached_dataset=[str(tmp_path / "tokens")])
     entries = json.loads((tmp_path / "tokens" / "_ledger.json").read_text())["operators"]
@@ -105,6 +109,9 @@ def test_packed_rows(texts: Path, tiny_model_dir: Path, tokenizer: Any, tmp_path
     )
     settings = {**PT, "max_length": 64}
     rows = trained_on(tokenizer, settings, cached_dataset=[str(tmp_path / "packed")])
+    with pytest.raises(DataError) as caught:
+        trained_on(tokenizer, {**PT, "max_length": 32}, cached_dataset=[str(tmp_path / "packed")])
+    assert "write length: 32 into the recipe's last step" in str(caught.value.fix)
     run(texts, tmp_path / "clean", {"length": {"min_characters": 5}})
     documents = trained_on(tokenizer, settings, dataset=[str(tmp_path / "clean")])
     assert rows.num_tokens == documents.num_tokens and rows.trained_tokens() == documents.trained_tokens()
