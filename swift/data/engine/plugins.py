@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,12 @@ from typing import Any
 from swift.core.errors import UsageError
 from swift.core.version import __version__
 from swift.data.engine.operator import OPERATORS, GlobalOperator, MapOperator
+
+_OWN = "swift.data"
+_PACKAGE = Path(__file__).resolve().parents[3]  # where `swift` lies
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+(\.*)([\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n#;]+)|import[ \t]+([\w., \t]+))", re.MULTILINE
+)
 
 BUILTIN_MODULES = (
     "normalise",
@@ -103,10 +110,54 @@ def kind_of(operator: Any) -> str:
 
 @cache
 def version_of(name: str) -> str:
-    """What stands for an operator's code in fingerprints: this program's version and a hash of the module's source."""
+    """What stands for an operator's code in fingerprints: this program's version, and a hash of the operator's module
+    and of all that it imports, directly or not, from `swift.data` or from below the plugin's folder."""
     module = inspect.getmodule(OPERATORS[name])
-    source = Path(module.__file__).read_bytes() if module is not None and module.__file__ else b""
-    return f"{__version__} {hashlib.sha256(source).hexdigest()[:16]}"
+    digest = hashlib.sha256()
+    if module is not None and module.__file__:
+        path = Path(module.__file__).resolve()
+        own = module.__name__.startswith(f"{_OWN}.")
+        top = _PACKAGE if own else _top(path, module.__name__)
+        for found in sorted(_imported(path, top, _PACKAGE / "swift" / "data" if own else path.parent)):
+            digest.update(found.read_bytes())
+    return f"{__version__} {digest.hexdigest()[:16]}"
+
+
+def _top(path: Path, name: str) -> Path:
+    """The folder from which a module's dotted name leads to its file."""
+    levels = name.count(".") + (path.name == "__init__.py")
+    return path.parents[levels]
+
+
+def _imported(path: Path, top: Path, below: Path) -> set[Path]:
+    """The files that a module and all that it imports consist of, as far as they lie below a folder."""
+    found: set[Path] = set()
+    waiting = [path]
+    while waiting:
+        file = waiting.pop()
+        if file not in found:
+            found.add(file)
+            waiting += [other for other in _imports(file, top) if other.is_relative_to(below)]
+    return found
+
+
+@cache
+def _imports(file: Path, top: Path) -> tuple[Path, ...]:
+    """The source files that a file's import statements may name, wherever they stand in it."""
+    found: list[Path] = []
+    for dots, name, names, plain in _IMPORT.findall(file.read_text(encoding="utf-8", errors="replace")):
+        if plain:
+            modules = [(top, word.split()[0]) for word in plain.split(",") if word.strip()]
+            modules += [(file.parent, word) for _, word in modules]  # beside a plugin
+        else:
+            starts = [file.parents[len(dots) - 1]] if dots else [top, file.parent]
+            words = [word.split()[0] for word in names.strip("()").split(",") if word.split()]
+            modules = [(start, f"{name}.{word}".strip(".")) for start in starts for word in words]
+            modules += [(start, name) for start in starts if name]
+        for start, dotted in modules:
+            place = start.joinpath(*dotted.split("."))
+            found += [path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()]
+    return tuple(dict.fromkeys(path.resolve() for path in found))
 
 
 def _told(error: Exception) -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from swift.core.errors import DataError, SwiftError, UsageError
+from swift.data.engine import plugins
+from swift.data.engine.plugins import _imported, load_builtin, version_of
 
 STEPS = [{"toy_length": {"least": 5}}, "toy_dedup", {"toy_upper": {"rate": 0.5}}]
 
@@ -137,3 +139,37 @@ def test_a_result_that_is_not_there_in_full_is_made_again(run, recipe_of, tmp_pa
     again = run(recipe_of(steps))
     assert again.tasks_done_before == 2 + 4 + 1  # two shards read; the phases that don't depend on the failing operator
     assert files_of(again.output) == files_of(run(recipe_of(steps, folder="fresh")).output)
+
+
+def test_a_helper_beside_a_plugin_counts_as_its_code(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "__init__.py").write_text("")
+    plugin, helper, deeper, other = (
+        tmp_path / name for name in ("p.py", "sub/helper.py", "sub/deeper.py", "sub/other.py")
+    )
+    for path in (helper, deeper, other):
+        path.write_text("X = 1\n")
+    plugin.write_text(
+        "import os, json\n\n\ndef f():\n    from sub import (\n        helper,\n    )\n    return helper\n"
+    )
+    helper.write_text("from .deeper import X\n")
+    files = _imported(plugin, tmp_path, tmp_path)
+    assert files == {plugin, helper, deeper, tmp_path / "sub" / "__init__.py"}
+
+
+def test_fingerprints_take_in_the_helpers_of_operators():
+    load_builtin()
+    root = Path(plugins.__file__).parents[1]
+    files = _imported(root / "operators" / "exact_dedup.py", root.parents[1], root)
+    assert {root / name for name in ("dedup/units.py", "dedup/runs.py", "engine/document.py", "messages.py")} <= files
+    assert not any("transformers" in str(path) or "models" in str(path) for path in files)
+    before = version_of("exact_dedup")
+    changed = root / "dedup" / "units.py"
+    version_of.cache_clear()
+    read = Path.read_bytes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda path: read(path) + (b"#" if path == changed else b""))
+        assert version_of("exact_dedup") != before
+        assert version_of("sample")
+    version_of.cache_clear()
+    assert version_of("exact_dedup") == before
