@@ -17,6 +17,7 @@ import orjson
 from swift.data.rows import RowProblem, excerpt
 
 _GUESS_BYTES = 1 << 14
+_MOST_DIGITS = 4000  # of a whole number; Python refuses 4300
 
 
 def parse_line(raw: bytes) -> dict[str, Any]:
@@ -51,8 +52,9 @@ def _loads_once(text: bytes | str) -> Any:
         RowProblem: `duplicate_key`, or `not_json` for what is nested deeper than Python's stack.
         json.JSONDecodeError: it isn't JSON.
     """
+    hooks: dict[str, Any] = {"parse_constant": _refuse_number, "parse_float": _finite, "parse_int": whole_number}
     try:
-        return json.loads(text, object_pairs_hook=pairs_once, parse_constant=_refuse_number, parse_float=_finite)
+        return json.loads(text, object_pairs_hook=pairs_once, **hooks)
     except RecursionError as error:
         raise RowProblem("not_json", "the JSON is nested too deeply") from error
 
@@ -75,6 +77,23 @@ def _finite(text: str) -> float:
     if math.isinf(value):
         raise number_problem(text)
     return value
+
+
+def whole_number(text: str) -> int:
+    """A `parse_int` that names a number of more digits than Python takes."""
+    if len(text) > _MOST_DIGITS:
+        raise wide_number_problem(text)
+    return int(text)
+
+
+def wide_number_problem(text: str) -> RowProblem:
+    """For whole numbers that don't fit into 64 bits."""
+    return RowProblem(
+        "number_too_large",
+        f"{text[:40]}{'…' if len(text) > 40 else ''} is a whole number of more than 64 bits, which most programs read "
+        "as another number",
+        "write it as a text, in quotes",
+    )
 
 
 def non_finite_field(value: Any) -> str | None:

@@ -18,8 +18,8 @@ from swift.data.engine.operator import PhaseWork
 _MOST_PARTITIONS = 1024
 
 
-def partitions_of(num_shards: int, asked: int | None) -> int:
-    """How many tasks share the keys: as many as asked for, else one for each shard, up to 1024.
+def partitions_of(num_shards: int, asked: int | None, suggested: int = 0) -> int:
+    """How many tasks share the keys: as many as asked for, else as suggested, else one for each shard, up to 1024.
 
     Raises:
         UsageError: more shards than a node can number.
@@ -29,7 +29,7 @@ def partitions_of(num_shards: int, asked: int | None) -> int:
             f"{num_shards} shards are more than the {MAX_SHARDS} that deduplication can number",
             fix="let a shard hold more: raise its size in the recipe",
         )
-    return asked or max(1, min(num_shards, _MOST_PARTITIONS))
+    return asked or suggested or max(1, min(num_shards, _MOST_PARTITIONS))
 
 
 def check_partitions(partitions: int | None) -> None:

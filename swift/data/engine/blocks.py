@@ -110,7 +110,7 @@ def _packed(document: Document) -> bytes:
     meta, document.meta = document.meta, {}
     record = document.to_record()  # with the present texts in it, so that they aren't stored twice
     document.meta = meta
-    values = [document.id, record, document.paths, document.roles, meta]
+    values = [document.id, record, document.paths, document.roles, meta, document.key]
     try:
         line = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:  # whole numbers of more than 64 bits
@@ -132,7 +132,7 @@ def _refuse_non_finite(document: Document, record: dict[str, Any]) -> None:
 
 
 def _unpacked(line: bytes) -> Document:
-    doc_id, record, paths, roles, meta = orjson.loads(line)
+    doc_id, record, paths, roles, meta, random_key = orjson.loads(line)
     texts = []
     tuples = []
     for path in paths:
@@ -141,4 +141,4 @@ def _unpacked(line: bytes) -> Document:
             value = value[key]
         texts.append(value)
         tuples.append(tuple(path))
-    return Document(doc_id, record, tuples, texts, roles, meta)
+    return Document(doc_id, record, tuples, texts, roles, meta, random_key)

@@ -37,12 +37,14 @@ class Document:
     """A row and its texts.
 
     Attributes:
-        id: `file:line` of where it was read, unique in a run and never changed; all randomness is a function of it.
+        id: `file:line` of where it was read, unique in a run and never changed.
         record: the row as read; `to_record` gives it back with `texts` in their places.
         paths: for each text, the keys and indices that lead to it in `record`.
         texts: the texts, in order. Operators replace items; they don't add or remove any.
         roles: for each text `system`, `user`, `assistant` or `tool`; None for plain text.
         meta: what operators found out (language, scores); written out under `meta`.
+        key: the id with the file called as it is within its folder: all randomness is a function of it, so that it
+            depends neither on how a path was spelt nor on where the folder lies. Empty: the id.
     """
 
     id: str
@@ -51,6 +53,12 @@ class Document:
     texts: list[str]
     roles: list[str] | None = None
     meta: dict[str, Any] = field(default_factory=dict)
+    key: str = ""
+
+    @property
+    def random_key(self) -> str:
+        """What draws for this document are a function of."""
+        return self.key or self.id
 
     @property
     def text(self) -> str:

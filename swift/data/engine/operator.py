@@ -50,7 +50,7 @@ class Context:
         return np.random.Generator(np.random.Philox(key=key))
 
     def _digest(self, document: Document) -> bytes:
-        return hashlib.blake2b(f"{self.seed}\0{self.label}\0{document.id}".encode(), digest_size=16).digest()
+        return hashlib.blake2b(f"{self.seed}\0{self.label}\0{document.random_key}".encode(), digest_size=16).digest()
 
 
 class MapOperator:
@@ -108,7 +108,13 @@ class GlobalOperator:
 
     The last phase must have one task for each shard and `write` what goes on. The other phases write files of any
     kind into `work.output`. Results must not depend on the number of processes or on the order of tasks.
+
+    Attributes:
+        num_partitions: how many tasks should share what isn't divided by shards; the engine sets it, by the bytes of
+            the input. 0: not known.
     """
+
+    num_partitions = 0
 
     def check(self) -> None:
         """As `MapOperator.check`."""

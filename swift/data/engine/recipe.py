@@ -18,6 +18,7 @@ from swift.data.engine.nodes import Node, plain_nodes, read_nodes
 from swift.data.engine.operator import OPERATORS
 from swift.data.engine.plugins import is_sink, load_builtin, load_plugin
 from swift.data.engine.settings import Problem, filled, settings_of, size_of_words
+from swift.data.files import is_data_file
 
 TOKENS = "tokens"
 
@@ -74,6 +75,7 @@ class Recipe:
     Attributes:
         steps: the operators; one that is a sink is last.
         folder: what relative paths of plugins are taken from.
+        places: where each input is written, for messages.
     """
 
     input: tuple[InputSpec, ...] = ()
@@ -83,6 +85,9 @@ class Recipe:
     executor: ExecutorSpec = field(default_factory=ExecutorSpec)
     seed: int = setting(42, help="of everything random; each draw is a function of seed, operator and row")
     shard_size: str = setting("256MB", help="larger input files are read in pieces of this size, where possible")
+    join_files: str = setting(
+        "16MB", help="neighbouring files that are smaller are read in one task up to this size; 0: a task for each file"
+    )
     max_memory: str = setting("300MB", help="what a process may hold in memory, documents of extreme size aside")
     on_bad_row: Literal["stop", "drop"] = setting("stop", help="drop: count bad rows and go on")
     max_bad_rows: float = setting(
@@ -94,10 +99,15 @@ class Recipe:
     offline: bool = setting(False, help="refuse everything that needs the network")
     name: str = ""
     folder: str = ""
+    places: tuple[str, ...] = ()
 
     @property
     def shard_size_bytes(self) -> int:
         return size_of_words(self.shard_size) or 0
+
+    @property
+    def join_files_bytes(self) -> int:
+        return size_of_words(self.join_files) or 0
 
     @property
     def max_memory_bytes(self) -> int:
@@ -125,13 +135,13 @@ class Recipe:
             "steps": [{step.name: step.settings} for step in self.steps],
         }
         for member in fields(self):
-            if member.name not in ("folder", *values):
+            if member.name not in (*_HIDDEN, *values):
                 values[member.name] = getattr(self, member.name)
         return values
 
 
 _NESTED = ("input", "output", "steps", "executor")
-_HIDDEN = ("folder",)
+_HIDDEN = ("folder", "places")
 
 
 def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
@@ -145,6 +155,12 @@ def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         UsageError: every fault found, in one error.
     """
     path = Path(path)
+    if path.suffix not in (".yaml", ".yml", ".json") and is_data_file(path):
+        raise UsageError(
+            f"{path} is data, and a recipe is wanted",
+            fix=f"`swift data check {path}` looks at data; a recipe is a YAML file that says "
+            f"`input: {path}`, `output: clean` and `steps: [...]`",
+        )
     node = read_nodes(path)
     recipe = _recipe(node, path.parent, overrides or {}, str(path))
     return recipe if recipe.name else replace(recipe, name=path.stem)
@@ -174,7 +190,7 @@ def _recipe(node: Node, folder: Path, overrides: Mapping[str, Any], subject: str
     problems += _load_operators(values.get("plugins", []), folder, entries)
     steps, found = _steps(entries.get("steps"), node)
     problems += found
-    inputs, found = _inputs(entries.get("input"), node)
+    inputs, places, found = _inputs(entries.get("input"), node)
     problems += found
     nested: dict[str, Any] = {}
     for key, cls in (("output", OutputSpec), ("executor", ExecutorSpec)):
@@ -184,7 +200,7 @@ def _recipe(node: Node, folder: Path, overrides: Mapping[str, Any], subject: str
         given, found = filled(key, settings_of(cls), value, node.where)
         problems += found
         nested[key] = cls(**given)
-    recipe = Recipe(input=inputs, steps=steps, folder=str(folder), **nested, **values)
+    recipe = Recipe(input=inputs, places=places, steps=steps, folder=str(folder), **nested, **values)
     problems += _contradictions(recipe, {key: where for key, (where, _) in entries.items()}, node.where)
     _raise(problems, subject)
     return recipe
@@ -218,14 +234,16 @@ def _load_operators(plugins: Any, folder: Path, entries: dict[str, tuple[str, No
     return problems
 
 
-def _inputs(entry: tuple[str, Node] | None, root: Node) -> tuple[tuple[InputSpec, ...], list[Problem]]:
+def _inputs(entry: tuple[str, Node] | None, root: Node) -> tuple[tuple[InputSpec, ...], tuple[str, ...], list[Problem]]:
+    """The inputs, where each is written, and what is wrong."""
     if entry is None or entry[1].value in (None, [], {}):
-        return (), [Problem("nothing to read: `input` is missing", root.where, "input: [folder/*.jsonl]")]
+        return (), (), [Problem("nothing to read: `input` is missing", root.where, "input: [folder/*.jsonl]")]
     node = entry[1]
     known = settings_of(InputSpec)
     found: list[InputSpec] = []
     problems: list[Problem] = []
-    for item in node.items if node.items is not None else [node]:
+    items = node.items if node.items is not None else [node]
+    for item in items:
         if item.words is not None:
             found.append(InputSpec(item.words))
             continue
@@ -234,7 +252,7 @@ def _inputs(entry: tuple[str, Node] | None, root: Node) -> tuple[tuple[InputSpec
             faults = [Problem("an input has no path", item.where, "input: [{path: folder, source: web}]")]
         problems += faults
         found.append(InputSpec(**values))
-    return tuple(found), problems
+    return tuple(found), tuple(item.where for item in items), problems
 
 
 def _steps(entry: tuple[str, Node] | None, root: Node) -> tuple[tuple[Step, ...], list[Problem]]:
@@ -309,10 +327,11 @@ def _contradictions(recipe: Recipe, places: Mapping[str, str], root: str) -> lis
         problems.append(Problem("no output folder was given", places.get("output", root), "output: {path: folder}"))
     for name, words in (
         ("shard_size", recipe.shard_size),
+        ("join_files", recipe.join_files),
         ("max_memory", recipe.max_memory),
         ("output.shard_bytes", recipe.output.shard_bytes),
     ):
-        if words is not None and not size_of_words(words):
+        if words is not None and (size_of_words(words) is None if name == "join_files" else not size_of_words(words)):
             where = places.get(name.partition(".")[0], root)
             problems.append(Problem(f"{name} is {words!r}, which is no size", where, "such as 256MB"))
     if recipe.executor.num_proc is not None and recipe.executor.num_proc < 1:

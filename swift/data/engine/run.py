@@ -22,12 +22,13 @@ from swift.core.network import set_offline
 from swift.core.version import __version__
 from swift.data.engine import summary
 from swift.data.engine.blocks import read_index
-from swift.data.engine.inputs import Shard, changed_input, list_shards, refuse_too_many
+from swift.data.engine.inputs import changed_input, refuse_too_many
 from swift.data.engine.pool import Call, Executor, InProcess, LocalPool, StopRequest
 from swift.data.engine.progress import Progress, duration
 from swift.data.engine.ranks import Ranks, rank_and_size
 from swift.data.engine.recipe import Recipe, read_recipe, recipe_from
 from swift.data.engine.report import write_report
+from swift.data.engine.shards import Shard, list_shards, pieces_of
 from swift.data.engine.stages import Stage, plan_stages
 from swift.data.engine.task import Job, Pieces, done_marker
 
@@ -104,7 +105,7 @@ def plan_text(recipe: Recipe) -> str:
     if recipe.offline:
         set_offline()
     shards = list_shards(recipe)
-    files = {shard.file.location: shard.size for shard in shards}
+    files = {piece.file.location: piece.size for piece in pieces_of(shards)}
     lines = [f"input   {len(files)} file(s), {human_bytes(sum(files.values()))}, in {len(shards)} shard(s)"]
     for stage in plan_stages(recipe, shards):
         tasks = "as many tasks as output files" if stage.num_tasks is None else f"{stage.num_tasks} task(s)"
@@ -161,11 +162,15 @@ class _Run:
             if self.rank > 0:
                 ranks.tell_finished()
                 return self._wait_for_manifest(ranks)
-            manifest = self._finish(markers)
+            manifest, ledger = self._finish(markers)
             ranks.wait_until_finished(self.stop.check)
         if not self.recipe.keep_work:
             shutil.rmtree(self.job.work, ignore_errors=True)
-        self.progress.line(f"done: {manifest['rows']} rows in {duration(time.monotonic() - start)} -> {self.output}")
+        read = next((entry["tally"]["read"] for entry in ledger["operators"]), 0)
+        took = duration(time.monotonic() - start)
+        self.progress.line(f"done: {read} rows read, {manifest['rows']} written in {took} -> {self.output}")
+        for line in summary.closing_lines(ledger, manifest, self.output):
+            self.progress.line(line)
         return RunResult(self.output, manifest, self.tasks_run, self.tasks_before)
 
     # --- before the first task ---
@@ -203,14 +208,14 @@ class _Run:
     def _refuse_own_output(self, shards: list[Shard]) -> None:
         """The output isn't read as input: neither what an earlier run has left there, nor what a restart removes."""
         output = os.path.realpath(self.output)
-        for shard in shards:
-            if "://" in shard.file.location:
+        for piece in pieces_of(shards):
+            if "://" in piece.file.location:
                 continue
-            path = os.path.realpath(shard.file.location)
+            path = os.path.realpath(piece.file.location)
             if os.path.commonpath([path, output]) == output:
                 raise UsageError(
-                    f"the input {shard.file.address} lies in the output folder",
-                    where=self.recipe.input[shard.input].path,
+                    f"the input {piece.file.address} lies in the output folder",
+                    where=self.recipe.input[piece.input].path,
                     fix="choose an output folder outside of what is read",
                 )
 
@@ -234,7 +239,7 @@ class _Run:
         plan = {
             "fingerprint": self.fingerprint,
             "inputs": [[without_secrets(item.path), item.text_column] for item in self.recipe.input],
-            "files": {shard.file.address: shard.stamp for shard in self.job.shards},
+            "files": {piece.file.address: piece.stamp for piece in pieces_of(self.job.shards)},
         }
         if self.rank > 0:
 
@@ -347,7 +352,8 @@ class _Run:
 
     # --- the end ---
 
-    def _finish(self, markers: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    def _finish(self, markers: dict[str, list[dict[str, Any]]]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Publish the output; returns the manifest and the ledger."""
         final = self.stages[-1].name
         manifest: dict[str, Any] = {
             "format": 1,
@@ -374,12 +380,12 @@ class _Run:
         if self.recipe.keep_dropped:
             summary.write_dropped([self.job.folder(*task) for task in tasks], self.output)
         manifest["recipe"] = values_without_secrets(self.recipe.as_json())
-        manifest["inputs"] = [shard.as_json() for shard in self.job.shards]
+        manifest["inputs"] = [piece.as_json() for piece in pieces_of(self.job.shards)]
         write_report(self.output, ledger, manifest)
         as_json = orjson.dumps(manifest, option=orjson.OPT_INDENT_2, default=str)
         write_atomic(self.output / summary.MANIFEST, as_json)
         (self.job.work / "finish").unlink(missing_ok=True)
-        return orjson.loads(as_json)
+        return orjson.loads(as_json), ledger
 
     def _wait_for_manifest(self, ranks: Ranks) -> RunResult:
         """Ranks after the first are done when the first has published."""

@@ -79,11 +79,17 @@ def filled(kind: str, known: dict[str, Setting], node: Node | None, where: str) 
             try:
                 values[name] = value_of(known[name], value)
             except Problem as problem:
-                problems.append(Problem(f"{name} of {kind} {problem.message}", problem.where, problem.fix))
+                problems.append(Problem(f"{name} of {kind} {_is(problem.message)}", problem.where, problem.fix))
     for item in known.values():
         if item.default is REQUIRED and item.name not in values and not problems:
             problems.append(Problem(f"{kind} needs the setting {item.name}", where, item.help))
     return values, problems
+
+
+def _is(message: str) -> str:
+    """`'abc' is not a number` as it goes on behind what has that value: `is 'abc', which is not a number`."""
+    value, found, rest = message.rpartition(" is not ")
+    return f"is {value}, which is not {rest}" if found and value[:1] in "'\"" else message
 
 
 def value_of(setting: Setting, node: Node) -> Any:

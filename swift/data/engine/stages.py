@@ -17,13 +17,13 @@ import orjson
 
 from swift.core.errors import SwiftError
 from swift.core.version import __version__
-from swift.data.engine.inputs import Shard
 from swift.data.engine.operator import OPERATORS, GlobalOperator
 from swift.data.engine.plugins import kind_of, version_of
 from swift.data.engine.recipe import Recipe, Step
+from swift.data.engine.shards import Shard, num_partitions, pieces_of
 from swift.data.files import stamp_of
 
-_LAYOUT = 1  # of the work folder; a number that changes with it
+_LAYOUT = 2  # of the work folder; a number that changes with it
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def plan_stages(recipe: Recipe, shards: list[Shard]) -> list[Stage]:
     Raises:
         SwiftError: a global operator whose phases aren't as `GlobalOperator` says.
     """
-    stages = list(_stages(recipe, len(shards), input_fingerprint(recipe, shards)))
+    stages = list(_stages(recipe, shards, input_fingerprint(recipe, shards)))
     if recipe.output_shard_bytes is not None:
         before = stages[-1]
         fingerprint = _hash(before.fingerprint, recipe.output_shard_bytes, _sink_key(recipe))
@@ -78,7 +78,8 @@ def plan_stages(recipe: Recipe, shards: list[Shard]) -> list[Stage]:
     return stages
 
 
-def _stages(recipe: Recipe, num_shards: int, fingerprint: str) -> Iterator[Stage]:
+def _stages(recipe: Recipe, shards: list[Shard], fingerprint: str) -> Iterator[Stage]:
+    num_shards, partitions = len(shards), num_partitions(recipe, shards)
     steps = recipe.steps[:-1] if recipe.sink else recipe.steps
     parts: list[tuple[int | None, list[int]]] = [(None, [])]  # a global operator and the map operators behind it
     for index, step in enumerate(steps):
@@ -91,7 +92,7 @@ def _stages(recipe: Recipe, num_shards: int, fingerprint: str) -> Iterator[Stage
         final = part == len(parts) - 1 and recipe.output_shard_bytes is None
         phases: list[tuple[str, int]] = [("read", num_shards)]
         if step_index is not None:
-            phases = phases_of(steps[step_index], num_shards)
+            phases = phases_of(steps[step_index], num_shards, partitions)
             fingerprint = _hash(fingerprint, _step_key(steps[step_index]))
         before = source
         for place, (phase, num_tasks) in enumerate(phases):
@@ -108,14 +109,20 @@ def _stages(recipe: Recipe, num_shards: int, fingerprint: str) -> Iterator[Stage
             source = name
 
 
-def phases_of(step: Step, num_shards: int) -> list[tuple[str, int]]:
+def global_operator(step: Step, partitions: int) -> GlobalOperator:
+    """The operator of a step, told how many tasks should share what isn't divided by shards."""
+    operator: GlobalOperator = step.build()
+    operator.num_partitions = partitions
+    return operator
+
+
+def phases_of(step: Step, num_shards: int, partitions: int) -> list[tuple[str, int]]:
     """Name and number of tasks of each phase of a global operator.
 
     Raises:
         SwiftError: the last one doesn't have one task for each shard, or a name occurs twice.
     """
-    operator: GlobalOperator = step.build()
-    phases = operator.phases(num_shards)
+    phases = global_operator(step, partitions).phases(num_shards)
     names = [name for name, _ in phases]
     if not phases or phases[-1][1] != num_shards or len(set(names)) != len(names):
         raise SwiftError(
@@ -130,8 +137,9 @@ def input_fingerprint(recipe: Recipe, shards: list[Shard]) -> str:
     """Of all that the reading depends on: files, how they are cut, columns, and what happens to bad rows."""
     policy = [recipe.on_bad_row, recipe.on_bad_shard, recipe.seed, recipe.keep_dropped]
     inputs = [[item.text_column, item.source] for item in recipe.input]
-    files = [[shard.input, shard.as_json()] for shard in shards]
-    return _hash(_LAYOUT, __version__, policy, inputs, files)
+    files = [[piece.input, piece.key, piece.as_json()] for piece in pieces_of(shards)]
+    cuts = [len(shard.pieces) for shard in shards]
+    return _hash(_LAYOUT, __version__, policy, inputs, files, cuts)
 
 
 def _step_key(step: Step) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,13 +22,14 @@ from swift.core.files import disk_errors, fsync_dir, write_atomic
 from swift.core.version import __version__
 from swift.data.engine.chain import Record
 from swift.data.engine.operator import OPERATORS
-from swift.data.engine.recipe import Recipe
+from swift.data.engine.recipe import TOKENS, Recipe
 from swift.data.engine.task import BAD_SHARDS, DROPPED_NAME, OUTPUT, READ, RESULTS, Job, make_sink, read_records
 
 # names that begin with _ or . aren't data to anything that reads a folder
 MANIFEST, LEDGER, REPORT, DROPPED = "_manifest.json", "_ledger.json", "_report.html", "_dropped.jsonl.zst"
 WORK = ".work"
 _MOST_LABELS = 20_000
+_MOST_LINES = 8  # about operators, when a run ends
 
 
 def read_manifest(output: Path) -> dict[str, Any] | None:
@@ -126,6 +128,43 @@ def ledger_of(recipe: Recipe, records: dict[str, Record], notes: list[str]) -> d
         "bad_shards": dict(read.tally.labels.get(BAD_SHARDS, {})),
         "notes": notes,
     }
+
+
+def closing_lines(ledger: dict[str, Any], manifest: dict[str, Any], output: Path) -> list[str]:
+    """What a user wants to know at the end of a run: what became of the rows, and what to do next."""
+    entries = {entry["label"]: entry["tally"] for entry in ledger["operators"]}
+    read = entries.get(READ, {"kept": 0, "dropped": {}})
+    lines = []
+    bad_shards = sum(ledger["bad_shards"].values())
+    if bad_shards:
+        lines.append(f"  {bad_shards} file(s) skipped: {_some(list(ledger['bad_shards']))}")
+    if read["dropped"]:
+        lines.append(f"  {sum(read['dropped'].values())} bad row(s) left out: {_counts(read['dropped'])}")
+    droppers = [(label, tally["dropped"]) for label, tally in entries.items() if label != READ and tally["dropped"]]
+    for label, dropped in droppers[:_MOST_LINES]:
+        lines.append(f"  {label} dropped {sum(dropped.values())}: {_counts(dropped)}")
+    if len(droppers) > _MOST_LINES:
+        rest = sum(sum(dropped.values()) for _, dropped in droppers[_MOST_LINES:])
+        lines.append(f"  {len(droppers) - _MOST_LINES} other operators dropped {rest}")
+    lines.append(f"report: {output / REPORT}")
+    folder = shlex.quote(str(output))
+    if not manifest["rows"]:
+        lines.append("warning: no row is left, so there is nothing to train on; the report shows where rows went")
+    elif manifest["output_format"] == TOKENS:
+        lines.append(f"next:   swift pt --cached_dataset {folder}")
+    else:
+        lines.append(f"next:   swift data check {folder}")
+        lines.append(f"        swift pt --dataset {folder}   (conversations: swift sft)")
+    return lines
+
+
+def _counts(dropped: dict[str, int]) -> str:
+    ordered = sorted(dropped.items(), key=lambda item: (-item[1], item[0]))
+    return _some([f"{reason} {count}" for reason, count in ordered])
+
+
+def _some(words: list[str]) -> str:
+    return ", ".join(words[:4]) + (f" and {len(words) - 4} more" if len(words) > 4 else "")
 
 
 def _does(name: str) -> str:

@@ -158,7 +158,7 @@ class Tally:
     def _sample(self, reason: str, document: Document, text: str, note: str | Callable[[], str]) -> None:
         """Keep the documents whose hashes are least: a sample that doesn't depend on order or on how tasks were cut."""
         kept = self.samples.setdefault(reason, [])
-        key = hashlib.blake2b(document.id.encode(), digest_size=8).hexdigest()
+        key = hashlib.blake2b(document.random_key.encode(), digest_size=8).hexdigest()
         if len(kept) >= SAMPLES_PER_REASON and key >= kept[-1]["key"]:
             return
         said = note if isinstance(note, str) else note()

@@ -12,7 +12,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,13 @@ from swift.core.network import set_offline
 from swift.data.engine.blocks import BlockWriter, read_blocks
 from swift.data.engine.chain import Link, Record, RecordingTally, counted_output, run_chain
 from swift.data.engine.document import Document
-from swift.data.engine.inputs import BadShard, Shard, ShardReading, with_skip_hint
+from swift.data.engine.inputs import BadShard, PieceReading, batches_of, unreadable
 from swift.data.engine.operator import Context, GlobalOperator
 from swift.data.engine.plugins import load_builtin, load_plugin
 from swift.data.engine.recipe import Recipe
+from swift.data.engine.shards import Piece, Shard, num_partitions, with_skip_hint
 from swift.data.engine.sink import RecordSink, Sink
-from swift.data.engine.stages import Stage, plan_stages
+from swift.data.engine.stages import Stage, global_operator, plan_stages
 from swift.data.engine.tally import Tally
 
 READ, OUTPUT, BAD_SHARDS = "read", "output", "bad shard"
@@ -150,7 +151,7 @@ class Worker:
         self._stage, self.maps, self.operator, self.sink = "", [], None, None
         recipe = self.job.recipe
         if stage.step is not None:
-            self.operator = recipe.steps[stage.step].build()
+            self.operator = global_operator(recipe.steps[stage.step], num_partitions(recipe, self.job.shards))
         for index in stage.maps:
             operator = recipe.steps[index].build()
             operator.open(self.context(recipe.steps[index].label))
@@ -275,38 +276,38 @@ class _Task:
     # --- the kinds of tasks ---
 
     def _read(self) -> None:
-        shard = self.job.shards[self.index]
-        spec = self.recipe.input[shard.input]
-        record = self._record(READ)
-        reading = ShardReading(shard, spec, self.recipe, record.tally)
+        pieces = self.job.shards[self.index].pieces
         try:
-            self._finish(self._counted_read(reading, record))
+            self._finish(self._counted_read(pieces))
         except BadShard as bad:
             if self.recipe.on_bad_shard == "stop":
                 raise with_skip_hint(bad.error) from bad.error
-            self._skip(shard, bad.error)
-        self.notes += reading.notes
+            self._read_without_bad(pieces, bad.error)
 
-    def _counted_read(self, reading: ShardReading, record: Record) -> Iterator[list[Document]]:
-        start = time.process_time()
-        for batch in reading:
-            record.cpu_s += time.process_time() - start
-            yield batch
-            start = time.process_time()
-        record.bytes = reading.bytes
+    def _counted_read(self, pieces: Sequence[Piece]) -> Iterator[list[Document]]:
+        record = self._record(READ)
+        readings = [PieceReading(piece, self.recipe, record.tally) for piece in pieces]
+        waits = _Waits()
+        yield from waits.timed(batches_of(readings))
+        record.cpu_s += waits.cpu_s
+        record.bytes = sum(reading.bytes for reading in readings)
         record.tally.characters_out = record.tally.characters_in
+        self.notes += [note for reading in readings for note in reading.notes]
 
-    def _skip(self, shard: Shard, error: DataError) -> None:
-        """Nothing of a bad shard is kept: its rows before the damage aren't either."""
+    def _read_without_bad(self, pieces: Sequence[Piece], first: DataError) -> None:
+        """Begin again without the files that can't be read: their rows before the damage aren't kept either."""
+        errors = [first] if len(pieces) == 1 else [unreadable(piece) for piece in pieces]
         self._close_dropped()
         self._dropped = None
         shutil.rmtree(self.folder)
         self.output.mkdir(parents=True)
         self.records = {}
         self._facts = None
-        self._record(READ).tally.count(BAD_SHARDS, shard.file.name)
-        self.notes.append(f"{shard.file.name} was skipped: {error.message} ({error.where})")
-        self._finish(iter(()))
+        for piece, error in zip(pieces, errors):
+            if error is not None:
+                self._record(READ).tally.count(BAD_SHARDS, piece.file.name)
+                self.notes.append(f"{piece.file.name} was skipped: {error.message} ({error.where})")
+        self._finish(self._counted_read([piece for piece, error in zip(pieces, errors) if error is None]))
 
     def _phase(self) -> None:
         operator, stage = self.worker.operator, self.stage

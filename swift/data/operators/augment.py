@@ -63,7 +63,7 @@ class Augment(MapOperator):
         label = self.context.label
         results = self._augmenter.run(
             [batch[number].texts[i] for number, _, i in jobs],
-            [f"{label}:{batch[number].id}#aug{copy}/{i}" for number, copy, i in jobs],
+            [f"{label}:{batch[number].random_key}#aug{copy}/{i}" for number, copy, i in jobs],
             languages=[self._language(batch[number]) for number, _, _ in jobs],
         )
         changed: dict[tuple[int, int], list[tuple[int, Augmented]]] = {}
@@ -109,7 +109,8 @@ class Augment(MapOperator):
                 document.texts, document.meta = texts, meta
                 copies.append(document)
             else:
+                names = [f"{name}#aug{copy}" for name in (document.id, document.random_key)]
                 copies.append(
-                    Document(f"{document.id}#aug{copy}", document.record, document.paths, texts, document.roles, meta)
+                    Document(names[0], document.record, document.paths, texts, document.roles, meta, names[1])
                 )
         return [document, *copies] if self.keep_original else copies

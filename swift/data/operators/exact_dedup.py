@@ -40,7 +40,7 @@ class ExactDedup(GlobalOperator):
     min_characters: int = setting(
         20, help="paragraphs and lines that are shorter after normalising are left alone (`}` and `return` repeat)"
     )
-    partitions: int | None = setting(None, help="tasks that share the comparing; None: one for each shard, up to 1024")
+    partitions: int | None = setting(None, help="tasks that share the comparing; None: by the bytes of the input")
 
     def check(self) -> None:
         if self.min_characters < 0:
@@ -48,10 +48,14 @@ class ExactDedup(GlobalOperator):
         check_partitions(self.partitions)
 
     def phases(self, num_shards: int) -> list[tuple[str, int]]:
-        return [("hash", num_shards), ("compare", partitions_of(num_shards, self.partitions)), ("filter", num_shards)]
+        return [
+            ("hash", num_shards),
+            ("compare", partitions_of(num_shards, self.partitions, self.num_partitions)),
+            ("filter", num_shards),
+        ]
 
     def run_phase(self, phase: str, index: int, work: PhaseWork) -> None:
-        partitions = partitions_of(work.num_shards, self.partitions)
+        partitions = partitions_of(work.num_shards, self.partitions, self.num_partitions)
         if phase == "hash":
             self._hash(index, work, partitions)
         elif phase == "compare":

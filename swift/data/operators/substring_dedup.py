@@ -51,7 +51,7 @@ class SubstringDedup(GlobalOperator):
     method: Literal["hashes", "suffix_array"] = setting(
         "hashes", help="hashes: out of core, any size; suffix_array: sorts suffixes, the corpus must fit into memory"
     )
-    partitions: int | None = setting(None, help="tasks that share the comparing; None: one for each shard, up to 1024")
+    partitions: int | None = setting(None, help="tasks that share the comparing; None: by the bytes of the input")
 
     def check(self) -> None:
         if self.min_length < 2:
@@ -63,7 +63,7 @@ class SubstringDedup(GlobalOperator):
     def phases(self, num_shards: int) -> list[tuple[str, int]]:
         if self.method == "suffix_array":
             return [("texts", num_shards), ("spans", 1), ("filter", num_shards)]
-        partitions = partitions_of(num_shards, self.partitions)
+        partitions = partitions_of(num_shards, self.partitions, self.num_partitions)
         return [
             ("texts", num_shards),
             ("anchors", partitions),
@@ -87,7 +87,7 @@ class SubstringDedup(GlobalOperator):
     # --- out of core -------------------------------------------------------------------------------------------------
 
     def _anchors(self, shard: int, work: PhaseWork) -> None:
-        cuts = hash_cuts(partitions_of(work.num_shards, self.partitions))
+        cuts = hash_cuts(partitions_of(work.num_shards, self.partitions, self.num_partitions))
         found = RunWriter(work.output, EDGE, cuts, work.context.memory_bytes // 2)
         ids = IdWriter(work.output)
         for batch in work.documents(shard):
@@ -114,7 +114,7 @@ class SubstringDedup(GlobalOperator):
         out.close()
 
     def _windows(self, shard: int, work: PhaseWork) -> None:
-        partitions = partitions_of(work.num_shards, self.partitions)
+        partitions = partitions_of(work.num_shards, self.partitions, self.num_partitions)
         found = RunWriter(work.output, _WINDOW, hash_cuts(partitions), work.context.memory_bytes // 2)
         row = 0
         for batch, places in joined(work, shard, runs_of(work, "anchors", partitions, EDGE, shard)):
@@ -195,7 +195,9 @@ class SubstringDedup(GlobalOperator):
             base += len(symbols.values)
 
     def _filter(self, shard: int, work: PhaseWork) -> Iterator[list[Document]]:
-        tasks = 1 if self.method == "suffix_array" else partitions_of(work.num_shards, self.partitions)
+        tasks = (
+            1 if self.method == "suffix_array" else partitions_of(work.num_shards, self.partitions, self.num_partitions)
+        )
         for batch, places in joined(work, shard, runs_of(work, "spans", tasks, _SPAN, shard)):
             yield [
                 document

@@ -40,6 +40,7 @@ def recipe_of(rows_folder: Path, tmp_path: Path):
             "output": {"path": str(tmp_path / folder)},
             "plugins": [TOYS],
             "executor": {"num_proc": 1},
+            "join_files": "0",
             "steps": steps,
         }
         for key, value in keys.items():

@@ -1,4 +1,4 @@
-"""NaN and infinity: never silently something else."""
+"""NaN, infinity and whole numbers of more than 64 bits: never silently something else."""
 
 from __future__ import annotations
 
@@ -83,3 +83,33 @@ def test_what_operators_make_is_refused_by_name(value: Any, tmp_path: Path) -> N
 def test_fields_are_named() -> None:
     assert non_finite_field({"a": [1, {"b": float("nan")}], "c": "NaN"}) == "a.1.b"
     assert non_finite_field({"a": [1.0, None], "c": "NaN"}) is None
+
+
+@pytest.mark.parametrize("number", [str(1 << 64), str(-(1 << 63) - 1), "1" * 30, "1" * 400, "-" + "1" * 5000])
+@pytest.mark.parametrize("layout", ['{{"text": "a", "n": {}}}', '{{"text": "a", "n": [1, {{"m": {}}}], "x": 1e300}}'])
+def test_whole_numbers_of_more_than_64_bits_are_bad_rows(layout: str, number: str, tmp_path: Path, run: Any) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(layout.format(number) + '\n{"text": "b"}\n')
+    with pytest.raises(DataError) as caught:
+        run(recipe(path))
+    assert "number_too_large" in caught.value.message and caught.value.where == f"{path}:1"
+    assert "in quotes" in str(caught.value.fix)
+    result = run(recipe(path, on_bad_row="drop", max_bad_rows=5), restart=True)
+    assert result.manifest["rows"] == 1
+    read = json.loads((tmp_path / "out" / "_ledger.json").read_bytes())["operators"][0]
+    assert read["tally"]["dropped"] == {"number_too_large": 1}
+
+
+def test_numbers_that_64_bits_hold_stay(tmp_path: Path, run: Any) -> None:
+    values = [(1 << 64) - 1, -(1 << 63), 1e300, -1.5e20, 2.0**64, 0.1]
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "a", "n": values, "m": {"k": 1e25}}) + "\n")
+    run(recipe(path))
+    assert json.loads((tmp_path / "out" / "part-00000.jsonl").read_text())["n"] == values
+
+
+def test_they_are_bad_rows_in_a_json_file_as_well(tmp_path: Path, run: Any) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": "a"}, {"text": "b", "n": 1 << 70}]))
+    with pytest.raises(DataError, match="number_too_large"):
+        run(recipe(path))
