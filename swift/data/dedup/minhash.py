@@ -48,6 +48,19 @@ def signatures(texts: list[str], ngram: int, hashes: int) -> np.ndarray:
     return out
 
 
+def set_apart(signature: np.ndarray, key: int) -> np.ndarray:
+    """A signature that agrees only with those that were set apart by the same key (64 bits).
+
+    Args:
+        signature: uint32 [hashes]; one that is all `EMPTY` stays so.
+    """
+    if (signature == EMPTY).all():
+        return signature
+    places = np.arange(1, len(signature) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    masks = (mix64(places ^ np.uint64(key)) >> np.uint64(32)).astype(np.uint32)
+    return signature ^ masks
+
+
 def _signature_numpy(text: np.ndarray, ngram: int, out: np.ndarray) -> None:
     shingles = shingle_hashes(_token_hashes(text), ngram)
     factors, shifts = permutations(len(out))

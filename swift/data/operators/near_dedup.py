@@ -19,11 +19,12 @@ from swift.config.fields import setting
 from swift.core.errors import UsageError
 from swift.data.dedup.clusters import Keepers, Signatures, write_clusters
 from swift.data.dedup.components import EDGE
-from swift.data.dedup.minhash import EMPTY, band_keys, choose_bands, signatures
+from swift.data.dedup.minhash import EMPTY, band_keys, choose_bands, set_apart, signatures
 from swift.data.dedup.nodes import IdWriter, node_of, shard_cuts
 from swift.data.dedup.runs import RunWriter, hash_cuts, records
 from swift.data.dedup.stages import check_partitions, id_of, joined, partitions_of, runs_of
-from swift.data.engine.document import Document
+from swift.data.dedup.units import digest
+from swift.data.engine.document import Document, beside_texts
 from swift.data.engine.operator import OPERATORS, GlobalOperator, PhaseWork
 
 _BAND = np.dtype([("key", "<u8"), ("node", "<u8")])
@@ -33,7 +34,10 @@ _BATCH_CHARACTERS = 2 << 20
 @OPERATORS.register("near_dedup")
 @dataclass
 class NearDedup(GlobalOperator):
-    """Drops documents nearly equal to another one: MinHash of token n-grams, bands, clusters."""
+    """Drops documents nearly equal to another one: MinHash of token n-grams, bands, clusters.
+
+    Conversations are compared only with those that have the same tools, tool calls and pictures.
+    """
 
     ngram: int = setting(5, help="tokens in an n-gram: words, or code points of scripts without spaces")
     bands: int = setting(14, help="groups of hashes; documents that agree in one of them are compared")
@@ -49,7 +53,7 @@ class NearDedup(GlobalOperator):
     keep: Literal["first", "longest"] = setting(
         "first", help="which document of a cluster stays: first or longest (of equals the first)"
     )
-    partitions: int | None = setting(None, help="tasks that share the bands; None: one for each shard, up to 1024")
+    partitions: int | None = setting(None, help="tasks that share the bands; None: by the bytes of the input")
 
     def check(self) -> None:
         for name, value in (("ngram", self.ngram), ("bands", self.bands), ("rows", self.rows)):
@@ -79,11 +83,11 @@ class NearDedup(GlobalOperator):
         return 0.8 * (1 / bands) ** (1 / rows)
 
     def phases(self, num_shards: int) -> list[tuple[str, int]]:
-        partitions = partitions_of(num_shards, self.partitions)
+        partitions = partitions_of(num_shards, self.partitions, self.num_partitions)
         return [("signatures", num_shards), ("edges", partitions), ("clusters", 1), ("filter", num_shards)]
 
     def run_phase(self, phase: str, index: int, work: PhaseWork) -> None:
-        partitions = partitions_of(work.num_shards, self.partitions)
+        partitions = partitions_of(work.num_shards, self.partitions, self.num_partitions)
         if phase == "signatures":
             self._signatures(index, work, partitions)
         elif phase == "edges":
@@ -98,8 +102,10 @@ class NearDedup(GlobalOperator):
         keys = RunWriter(work.output / "bands", _BAND, hash_cuts(partitions), work.context.memory_bytes // 4)
         ids = IdWriter(work.output)
         kept = Keepers(work.output, signatures=self.least_similarity() > 0, lengths=self.keep == "longest")
-        for texts, batch_ids in _by_characters(work.documents(shard)):
+        for texts, batch_ids, beside in _by_characters(work.documents(shard)):
             found = signatures(texts, self.ngram, bands * rows)
+            for row, key in beside.items():
+                found[row] = set_apart(found[row], key)
             full = np.flatnonzero((found != EMPTY).any(axis=1))
             nodes = node_of(shard, ids.count) + full.astype(np.uint64)
             band = band_keys(found[full], bands, rows)
@@ -145,17 +151,24 @@ def _note(work: PhaseWork, twin: int) -> str:
     return f"like {id_of(work, 'signatures', twin)}"
 
 
-def _by_characters(batches: Iterator[list[Document]]) -> Iterator[tuple[list[str], list[str]]]:
-    """Texts and ids in batches of some megabytes, however the documents were grouped."""
+def _by_characters(batches: Iterator[list[Document]]) -> Iterator[tuple[list[str], list[str], dict[int, int]]]:
+    """Texts and ids in batches of some megabytes, however the documents were grouped.
+
+    The third is, for conversations (by their number in the batch) that have tools, calls or pictures, a hash of those.
+    """
     texts: list[str] = []
     ids: list[str] = []
+    beside: dict[int, int] = {}
     characters = 0
     for batch in batches:
         for document in batch:
+            others = beside_texts(document)
+            if others:
+                beside[len(texts)] = digest(others.decode())[0]
             texts.append(document.text)
             ids.append(document.id)
             characters += len(texts[-1])
             if characters >= _BATCH_CHARACTERS:
-                yield texts, ids
-                texts, ids, characters = [], [], 0
-    yield texts, ids
+                yield texts, ids, beside
+                texts, ids, beside, characters = [], [], {}, 0
+    yield texts, ids, beside

@@ -8,10 +8,12 @@ import re
 
 import numpy as np
 import pytest
-from dedup_runs import run_texts
+from dedup_runs import Runner, run_texts
 
 from swift.core.errors import UsageError
 from swift.data.dedup import components, minhash
+from swift.data.dedup.minhash import EMPTY, set_apart, signatures
+from swift.data.engine.document import Document, document_from
 from swift.data.operators.near_dedup import NearDedup
 
 WORDS = [f"{a}{b}" for a in "bdfgklmnprst" for b in ("an", "el", "in", "or", "usk", "at", "ive", "ous", "ing", "er")]
@@ -167,3 +169,30 @@ def test_a_threshold_chooses_bands():
 def test_settings_that_cannot_be_meant(settings, told):
     with pytest.raises(UsageError, match=told):
         NearDedup(**settings).check()
+
+
+def conversation(number: int, **last: object) -> Document:
+    said = "what will the weather be like in the large city by the river tomorrow at noon, and the day after that?"
+    messages = [{"role": "user", "content": said}, {"role": "assistant", "content": "", **last}]
+    return document_from({"messages": messages}, f"s:{number}")
+
+
+@pytest.mark.parametrize(
+    "different",
+    [
+        lambda n: {"tool_calls": [{"function": {"name": "weather", "arguments": {"days": n}}}]},
+        lambda n: {"content": [{"type": "text", "text": "see"}, {"type": "image", "image": f"{n}.png"}]},
+    ],
+)
+def test_conversations_with_other_calls_or_pictures_are_not_near_duplicates(tmp_path, different):
+    documents = [conversation(number, **different(number // 2)) for number in range(6)]
+    kept = Runner([documents[:3], documents[3:]], tmp_path).run(NearDedup())
+    assert [document.id for shard in kept for document in shard] == ["s:0", "s:2", "s:4"]
+
+
+def test_setting_apart_keeps_agreement_and_nothing_stays_nothing():
+    found = signatures(["one two three four five six", "one two three four five seven", ""], 2, 64)
+    apart = [set_apart(row, 7) for row in found]
+    assert ((apart[0] == apart[1]) == (found[0] == found[1])).all()
+    assert not (set_apart(found[0], 8) == apart[0]).any()
+    assert (apart[2] == EMPTY).all()
