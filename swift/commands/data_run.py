@@ -81,7 +81,7 @@ _KEYS = {
 
 
 def run(arguments: list[str]) -> int:
-    """Run a recipe; the exit code is 130 or 143 when a signal stopped it."""
+    """Run a recipe; the exit code is 1 when no row is left, 130 or 143 when a signal stopped it."""
     words = [_SPELLINGS.get(word, word) for word in arguments]
     usage = "RECIPE.yaml [--flag value ...]"
     parsed = parse_command_line(RunFlags, words, command="data run", positionals=["RECIPE.yaml"], usage=usage)
@@ -103,6 +103,10 @@ def run(arguments: list[str]) -> int:
         print(f"{stopped}; tasks that are done stay done, go on with:\n  {without_secrets(again)}", file=sys.stderr)
         return 128 + stopped.signal
     print(result.output)
+    if not result.manifest["rows"]:
+        if result.already_complete:
+            print("warning: the output has no rows", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -29,7 +29,7 @@ def test_a_run_and_its_report(recipe, tmp_path, capsys):
     assert cli.main(["data", "run", str(recipe), "--num_proc", "1"]) == 0
     out, err = capsys.readouterr()
     assert out == f"{tmp_path}/out\n"
-    assert "read + toy_length + toy_upper: 1 task(s)" in err and "done: 20 rows" in err
+    assert "read + toy_length + toy_upper: 1 task(s)" in err and "done: 21 rows read, 20 written" in err
     page = (tmp_path / "out/_report.html").read_text()
     assert cli.main(["data", "report", str(tmp_path / "out"), "--html", str(tmp_path / "again.html")]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/again.html\n"
@@ -90,3 +90,35 @@ def test_from_python(recipe, tmp_path):
     result = run_recipe(recipe, {"output.path": str(tmp_path / "py")}, RunOptions(quiet=True))
     assert result.output == tmp_path / "py" and result.manifest["rows"] == 20
     assert Recipe().seed == 42
+
+
+def test_the_end_of_a_run_tells_what_became_of_the_rows(recipe, tmp_path, capsys):
+    (tmp_path / "bad.jsonl").write_text('{"text": "number of bad"}\nnot json\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    recipe.write_text(
+        f"input: [{tmp_path}/rows.jsonl, {tmp_path}/bad.jsonl, {tmp_path}/empty.jsonl]\noutput: {tmp_path}/out\n"
+        f"on_bad_row: drop\nmax_bad_rows: 3\non_bad_shard: skip\nplugins: [{TOYS}]\nsteps: [toy_length, exact_dedup]\n"
+    )
+    assert cli.main(["data", "run", str(recipe), "--num_proc", "1"]) == 0
+    err = capsys.readouterr().err
+    assert err[err.index("done:") :].splitlines()[1:] == [
+        f"  1 file(s) skipped: {tmp_path}/empty.jsonl",
+        "  1 bad row(s) left out: not_json 1",
+        "  toy_length dropped 1: too_short 1",
+        f"report: {tmp_path}/out/_report.html",
+        f"next:   swift data check {tmp_path}/out",
+        f"        swift pt --dataset {tmp_path}/out   (conversations: swift sft)",
+    ]
+
+
+def test_a_run_that_leaves_no_row_fails(recipe, capsys):
+    recipe.write_text(recipe.read_text().replace("- toy_length", "- toy_length: {least: 1000}"))
+    for words in ("warning: no row is left", "warning: the output has no rows"):  # and so does the same once more
+        assert cli.main(["data", "run", str(recipe), "--num_proc", "1"]) == 1
+        assert words in capsys.readouterr().err
+
+
+def test_data_is_told_from_a_recipe(tmp_path, capsys):
+    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
+    assert cli.main(["data", "run", str(tmp_path / "data.jsonl")]) == 2
+    assert "data.jsonl is data, and a recipe is wanted" in capsys.readouterr().err
