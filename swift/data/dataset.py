@@ -25,7 +25,7 @@ from swift.core.errors import DataError, UsageError, did_you_mean
 from swift.core.files import write_atomic
 from swift.core.version import __version__
 from swift.data.augment.rows import augmenting
-from swift.data.files import is_url, stamp_of
+from swift.data.files import stamp_of
 from swift.data.ledger import SOFT_REASONS, Ledger, SourceTally
 from swift.data.pipeline import Chunk, ChunkResult, Encoder, Task, Workers
 from swift.data.rows import RowRef
@@ -170,8 +170,7 @@ def data_fingerprint(data: DataConfig, template: TemplateConfig, encoder: Encode
     files = []
     for source in chain(*resolve_sources(data)):
         for file in source.files:
-            place = file.address if is_url(file.location) else str(file.path.resolve())
-            files.append([place, file.part, stamp_of(file.location)])
+            files.append([file.place, file.part, stamp_of(file.location)])
     for split, texts in ((TRAIN, data.cached_dataset), (VALIDATION, _cached_validation(data))):
         for folder, _ in (locate_cached(text, split, "--cached_dataset") for text in texts):
             files.append([str(folder.resolve()), hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()])

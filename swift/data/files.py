@@ -94,6 +94,11 @@ class DataFile:
         """The location without passwords and signatures: what is written down, and stays when a URL is signed anew."""
         return without_secrets(self.location)
 
+    @functools.cached_property
+    def place(self) -> str:
+        """Where it lies, however the user spelt it: runs are recognised by it."""
+        return self.address if is_url(self.location) else str(self.path.resolve())
+
     @property
     def name(self) -> str:
         """What messages and row references call it."""

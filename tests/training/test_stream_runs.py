@@ -67,6 +67,21 @@ def test_resumed_equals_uninterrupted(variant, flags, tmp_path):
     assert len({line["loss"] for line in read_log(other)}) == 9
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+def test_paths_may_be_spelt_anew_on_resume(streaming, flags, tmp_path, monkeypatch):
+    """The printed resume command reads the settings back with whole paths, and may be typed in another folder."""
+    flags |= {"streaming": streaming, **MIXED, "output_dir": str(tmp_path / "run")}
+    monkeypatch.chdir(tmp_path)
+    whole = sft(**{**flags, "dataset": ["first.jsonl", "second.jsonl"]})
+    log = read_log(whole.run_dir)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    resumed = sft(resume_from_checkpoint=str(list_checkpoints(whole.run_dir)[0].path))
+    assert read_log(resumed.run_dir) == log
+    sources = json.loads((resumed.run_dir / "ledger.jsonl").read_text().splitlines()[-1])["sources"]
+    assert [source["source"] for source in sources] == flags["dataset"]
+
+
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_kill_9_with_worker_processes(processes, flags, tmp_path):
     flags |= {"max_steps": 14, "nproc_per_node": processes, "streaming": True, **PACKED}

@@ -115,7 +115,7 @@ class Reading:
     Attributes:
         block: documents that are shuffled among each other.
         skip_bad: go on with the next file when one breaks off.
-        stamps: what each file's stamp was when the run began, by address.
+        stamps: what each file's stamp was when the run began, by place.
     """
 
     seed: int
@@ -279,7 +279,7 @@ class FileFlow:
 
     def _slot(self, place: int, at: Position) -> _Slot:
         file = self.shards[place]
-        known = self.reading.stamps.get(file.address)
+        known = self.reading.stamps.get(file.place)
         if known is not None and stamp_of(file.location, fresh=True) != known:
             raise DataError(
                 "the file was changed since the run began, so the rows to come aren't known",

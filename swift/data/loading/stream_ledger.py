@@ -14,7 +14,6 @@ from typing import IO, Any
 
 import numpy as np
 
-from swift.core.errors import DataError
 from swift.core.files import disk_errors
 from swift.data.ledger import Ledger, SourceTally
 from swift.data.pipeline import ChunkResult, RowResult
@@ -75,14 +74,10 @@ class StreamLedger(Ledger):
         return {"counts": self.summary(), "bytes": size, "shortest_too_long": self.shortest_too_long}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on counting from there.
-
-        Raises:
-            DataError: the sources are others.
-        """
+        """Go on counting from there. The sources are known to be the same; they may be spelt in another way."""
         before = Ledger.restore(state["counts"])
-        if [tally.source for tally in before.sources] != self._names:
-            raise DataError("the datasets are not those that the run was started with", where="--dataset")
+        for tally, name in zip(before.sources, self._names, strict=True):
+            tally.source = name
         self.sources, self.notes, self.problems = before.sources, before.notes, before.problems
         self.encoding, self.shortest_too_long = before.encoding, state["shortest_too_long"]
         self._cut_at = state["bytes"]

@@ -99,8 +99,8 @@ class StreamSet:
         return {"sources": [asdict(one) for one in self.facts], "stamps": self.stamps}
 
     def digest(self) -> str:
-        """Identifies the rows and their encoding: settings, and each file's name and stamp."""
-        names = [[source.text, source.count, [f.address for f in source.files]] for source in self.sources]
+        """Identifies the rows and their encoding: settings, and each file's place and stamp."""
+        names = [[source.count, [[f.place, f.part] for f in source.files]] for source in self.sources]
         encoder = self.task.encoder
         parts = [names, self.stamps, repr(self.task.options), encoder.fingerprint() if encoder else None]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
@@ -221,7 +221,7 @@ def open_stream(
         if source.self_cognition
     }
     task = StreamTask(row_options(data, need_answer=True), encoder, identities=identities)
-    here = {file.address: stamp_of(file.location) for source in sources for file in source.files}
+    here = {file.place: stamp_of(file.location) for source in sources for file in source.files}
     if saved is None:
         facts = [_look_at(number, source, task) for number, source in enumerate(sources)]
         return StreamSet(list(sources), data, template, task, seed, here, here, facts)
