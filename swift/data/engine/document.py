@@ -72,7 +72,7 @@ class Document:
             if len(path) == 1:
                 record[path[0]] = text  # type: ignore[index]
             else:
-                record = _replaced(record, path, text)
+                record = replaced_at(record, path, text)
         if self.meta:
             known = record.get(META_KEY)
             record[META_KEY] = {**known, **self.meta} if isinstance(known, dict) else dict(self.meta)
@@ -223,10 +223,10 @@ def _history(rounds: Any) -> Iterator[Found]:
                     yield ("history", number, place), pair[place], role
 
 
-def _replaced(value: Any, path: Path, text: str) -> Any:
+def replaced_at(value: Any, path: Path, text: str) -> Any:
     """A copy of `value` along `path`, with `text` at its end."""
     if not path:
         return text
     copy = value.copy()
-    copy[path[0]] = _replaced(value[path[0]], path[1:], text)
+    copy[path[0]] = replaced_at(value[path[0]], path[1:], text)
     return copy
