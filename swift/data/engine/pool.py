@@ -86,6 +86,16 @@ class StopRequest:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Raise it at once during the block, which leaves nothing half done."""
+        self.at_once = True
+        try:
+            self.check()
+            yield
+        finally:
+            self.at_once = False
+
     def _caught(self, number: int, frame: object) -> None:
         self.number = number
         self.times += 1
@@ -110,12 +120,8 @@ class InProcess:
         """See `Executor`."""
         self._worker = self._worker or Worker(self._job)
         for call in calls:
-            self._stop.at_once = True
-            try:
-                self._stop.check()
+            with self._stop.interrupting():
                 marker = self._worker.run(call.stage, call.index, call.pieces)
-            finally:
-                self._stop.at_once = False
             done(call, marker)
 
     def close(self) -> None:

@@ -131,7 +131,8 @@ class _Run:
         if self.recipe.offline:
             set_offline()
         self.output = Path(self.recipe.output.path).expanduser().absolute()
-        shards = list_shards(self.recipe)
+        with self.stop.interrupting():  # data sets are fetched and rows counted here, which takes its time
+            shards = list_shards(self.recipe)
         self._refuse_own_output(shards)
         self.job = Job(self.recipe, shards, self.output / summary.WORK)
         self.stages = plan_stages(self.recipe, shards)

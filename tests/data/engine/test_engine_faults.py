@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import zstandard
 from swift.core.errors import DataError, NetworkError, SwiftError, UsageError
 from swift.data.engine.blocks import BlockWriter, read_blocks, read_index
 from swift.data.engine.document import document_from
+from swift.data.engine.pool import Stopped
 
 
 @pytest.fixture
@@ -319,3 +322,16 @@ def test_the_output_is_never_read_as_input(run, recipe_of, rows_folder):
         with pytest.raises(UsageError, match="lies in the output folder"):
             run(recipe, restart=restart)
     assert sorted(path.name for path in output.iterdir()) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_input_is_listed_stops_at_once(recipe_of, run, monkeypatch, number):
+    def slow(recipe):
+        os.kill(os.getpid(), number)
+        time.sleep(20)
+
+    monkeypatch.setattr("swift.data.engine.run.list_shards", slow)
+    start = time.monotonic()
+    with pytest.raises(Stopped):
+        run(recipe_of([]))
+    assert time.monotonic() - start < 10
