@@ -22,6 +22,7 @@ from swift.data.parse_json import (
     number_problem,
     pairs_once,
     refuse_lone_surrogates,
+    whole_number,
 )
 from swift.data.readers import base
 from swift.data.readers.base import Cursor, FileTally, RawRow, Text
@@ -118,7 +119,9 @@ class _Window:
         self.file = source.file
         self.text = ""
         self.ended = False
-        self.decoder = json.JSONDecoder(object_pairs_hook=pairs_once, parse_constant=self._constant)
+        self.decoder = json.JSONDecoder(
+            object_pairs_hook=pairs_once, parse_constant=self._constant, parse_int=whole_number
+        )
         self.constant: str | None = None  # NaN or Infinity, if the last value holds one
         self._utf8 = codecs.getincrementaldecoder("utf-8")()
         self._bytes = source.offset  # read so far

@@ -113,3 +113,7 @@ def test_they_are_bad_rows_in_a_json_file_as_well(tmp_path: Path, run: Any) -> N
     path.write_text(json.dumps([{"text": "a"}, {"text": "b", "n": 1 << 70}]))
     with pytest.raises(DataError, match="number_too_large"):
         run(recipe(path))
+    path.write_text('[{"text": "a", "n": ' + "1" * 5000 + "}]")
+    with pytest.raises(DataError, match="more than 64 bits") as caught:
+        run(recipe(path), restart=True)
+    assert str(caught.value.where).startswith(str(path))
