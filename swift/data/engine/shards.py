@@ -142,7 +142,7 @@ def _refuse_twice(recipe: Recipe, sources: list[Source]) -> None:
     seen: dict[tuple[str, str | None], tuple[str, str]] = {}
     for spec, source in zip(recipe.input, sources):
         for file in source.files:
-            real = file.address if is_url(file.location) else os.path.realpath(file.location)
+            real = _real_path(file)
             before = seen.get((real, file.part))
             if before is None:
                 seen[real, file.part] = file.address, spec.path
@@ -154,6 +154,18 @@ def _refuse_twice(recipe: Recipe, sources: list[Source]) -> None:
                 where=f"input {argument}" + ("" if argument == spec.path else f" and {spec.path}"),
                 fix="name it once; weights of sources belong to the mixing of a training",
             )
+
+
+def _real_path(file: DataFile) -> str:
+    """What is the same for all paths that lead to a file."""
+    if is_url(file.location):
+        return file.address
+    real = os.path.realpath(file.location)
+    if "/snapshots/" in file.location and "/blobs/" in real:
+        # the cache of a hub: files of a data set that happen to be equal are links to one blob there
+        folder, name = os.path.split(file.location)
+        return f"{os.path.realpath(folder)}/{name}"
+    return real
 
 
 def _keys(sources: list[Source]) -> list[list[str]]:

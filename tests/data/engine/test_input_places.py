@@ -65,6 +65,17 @@ def test_a_file_is_read_once_whatever_leads_to_it(recipe_of, run, tmp_path, monk
     assert run(recipe_of([], input=["links"])).manifest["rows"] == 200
 
 
+def test_equal_files_of_a_data_set_in_a_hub_cache_are_two(recipe_of, run, tmp_path):
+    blob = write_rows(tmp_path / "blobs", "0123")
+    snapshot = tmp_path / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    for name in ("one.jsonl", "two.jsonl"):
+        (snapshot / name).symlink_to(blob)
+    assert run(recipe_of([], input=[str(snapshot)])).manifest["rows"] == 400
+    with pytest.raises(UsageError, match="is read twice"):
+        run(recipe_of([], "twice", input=[str(snapshot), str(snapshot / "one.jsonl")]))
+
+
 @pytest.mark.parametrize("missing", ["nothing.jsonl", "nothing/*.jsonl", "void"])
 def test_an_input_that_is_not_there_is_told_with_its_line(tmp_path, monkeypatch, missing):
     monkeypatch.chdir(tmp_path)
