@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from swift.config.values import NULL, Words, to_words
+from swift.config.yaml_faults import utf8_text, yaml_faults
 from swift.core.errors import UsageError
 
 CONFIG_NAME = "swift_config.yaml"
@@ -125,14 +126,7 @@ def _read_text(path: Path) -> str:
         )
         known = f"configuration files there: {', '.join(here[:8])}" if here else "check the path"
         raise UsageError(f"there is no configuration file {path}", fix=known)
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{path} is not UTF-8 (byte {error.start})", fix=f"convert it: iconv -t UTF-8 {path}"
-        ) from None
-    except OSError as error:
-        raise UsageError(f"{path} can't be read: {error.strerror}") from None
+    return utf8_text(path)
 
 
 def _parse_yaml(path: Path, text: str) -> tuple[list[Entry], dict[str, Any]]:
@@ -141,25 +135,15 @@ def _parse_yaml(path: Path, text: str) -> tuple[list[Entry], dict[str, Any]]:
     loader_cls = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     loader = loader_cls(text)
     try:
-        root = loader.get_single_node()
-        if root is None:
-            raise UsageError(f"{path} is empty", fix="write settings in it, such as `model: smollm2`")
-        if not isinstance(root, yaml.MappingNode):
-            raise UsageError(f"{path} must hold `key: value` lines", where=f"{path}:{root.start_mark.line + 1}")
-        _refuse_repeated_keys(path, root)
-        entries = _yaml_entries(path, loader, root)
-        return entries, loader.construct_document(root)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        context = f" {error.context}" if error.context else ""
-        raise UsageError(
-            f"{path} is not valid YAML: {error.problem}{context}",
-            where=where,
-            fix="check the indentation (spaces, no tabs) and quote values that contain `: ` or `#`",
-        ) from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"{path} is not valid YAML: {error}", where=str(path)) from None
+        with yaml_faults(path):
+            root = loader.get_single_node()
+            if root is None:
+                raise UsageError(f"{path} is empty", fix="write settings in it, such as `model: smollm2`")
+            if not isinstance(root, yaml.MappingNode):
+                raise UsageError(f"{path} must hold `key: value` lines", where=f"{path}:{root.start_mark.line + 1}")
+            _refuse_repeated_keys(path, root)
+            entries = _yaml_entries(path, loader, root)
+            return entries, loader.construct_document(root)
     finally:
         loader.dispose()
 

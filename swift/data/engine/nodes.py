@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swift.config.yaml_faults import utf8_text, yaml_faults
 from swift.core.errors import UsageError
 
 
@@ -45,12 +46,7 @@ def read_nodes(path: Path) -> Node:
 
     if not path.is_file():
         raise UsageError(f"there is no recipe {path}", fix="check the path; a recipe is a YAML or JSON file")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 (byte {error.start})", fix="write it as UTF-8") from None
-    except OSError as error:
-        raise UsageError(f"{path} can't be read: {error.strerror}") from None
+    text = utf8_text(path)
     if path.suffix == ".json":
         try:
             json.loads(text)
@@ -59,19 +55,11 @@ def read_nodes(path: Path) -> Node:
         text = text.replace("\t", " ")  # YAML, which reads JSON with line numbers, has no tabs; strings escape theirs
     loader = yaml.SafeLoader(text)
     try:
-        root = loader.get_single_node()
-        if root is None:
-            raise UsageError(f"{path} is empty", fix="a recipe has at least `input`, `output` and `steps`")
-        return _node(loader, root, path)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise UsageError(
-            f"{path} is not valid YAML: {error.problem}",
-            where=f"{path}:{mark.line + 1}" if mark else str(path),
-            fix="check the indentation (spaces, no tabs) and quote values that contain `: ` or `#`",
-        ) from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"{path} is not valid YAML: {error}", where=str(path)) from None
+        with yaml_faults(path):
+            root = loader.get_single_node()
+            if root is None:
+                raise UsageError(f"{path} is empty", fix="a recipe has at least `input`, `output` and `steps`")
+            return _node(loader, root, path)
     finally:
         loader.dispose()
 
