@@ -75,7 +75,8 @@ class Mixture:
             if math.isinf(until):
                 return math.inf
             if step < self.shares.constant_from:  # shares change with the next step
-                until = min(until, max(1e-9, (step + 1) * self.documents_per_step - drawn))
+                rest = (step + 1) * self.documents_per_step - drawn
+                until = min(until, max(rest, 1e-9, math.ulp(drawn)))  # always on, however the quotient was rounded
             drawn += until
             for k in ends:
                 taken[k] += shares[k] * until
@@ -106,7 +107,8 @@ class Documents:
         self.flows = list(flows)
         self.mixture = mixture
         self.drawn = 0
-        self._matter = {k for k in range(len(flows)) if any(point[k] for point in mixture.shares.shares)}
+        wanted = {k for k in range(len(flows)) if any(point[k] for point in mixture.shares.shares)}
+        self._matter = {k for k in wanted if self.flows[k].size != 0}  # an empty source ends no epoch
         self._begin(0)
 
     @property

@@ -22,7 +22,7 @@ import numpy as np
 from swift.config.data import DataConfig, TemplateConfig
 from swift.core.errors import DataError, UsageError
 from swift.data.dataset import no_rows_left
-from swift.data.files import DataFile, size_of, stamp_of
+from swift.data.files import DataFile, is_url, size_of, stamp_of
 from swift.data.loading.flow import FileFlow, Reading
 from swift.data.loading.loader import Layout, Loader, Outlook
 from swift.data.loading.mixture import Documents
@@ -262,6 +262,7 @@ def _refuse_changed(before: dict[str, str], now: dict[str, str]) -> None:
 def _look_at(number: int, source: Source, task: StreamTask) -> SourceFacts:
     """Count a source's rows if that is cheap, and encode a sample of them."""
     documents: list[tuple[int, RowRef, Any]] = []
+    empty: EmptyFileError | None = None
     rows = share_bytes = 0.0
     step = max(1, len(source.files) // _SAMPLE_FILES)
     for file in source.files[::step][:_SAMPLE_FILES]:
@@ -275,13 +276,16 @@ def _look_at(number: int, source: Source, task: StreamTask) -> SourceFacts:
                     break
             else:
                 tally.share = 1.0
-        except EmptyFileError:
+        except EmptyFileError as error:
             if len(source.files) == 1:
                 raise
+            empty = error
             tally.share = 1.0
         rows += found
         share_bytes += tally.share * size_of(file.location)
     total, exact = _count(source, rows / share_bytes if share_bytes else None)
+    if exact and not total and empty is not None:  # no file has any
+        raise empty
     if source.count is not None:
         total, exact = float(source.count), True
     result = task.run(documents)
@@ -292,8 +296,9 @@ def _look_at(number: int, source: Source, task: StreamTask) -> SourceFacts:
 def _count(source: Source, rows_per_byte: float | None) -> tuple[float | None, bool]:
     """A source's rows, and whether they were counted; None if nobody can know."""
     sizes = [size_of(file.location) for file in source.files]
+    told = all(size or not is_url(file.location) for size, file in zip(sizes, source.files))  # servers may say nothing
     known = {file.format for file in source.files} <= {"parquet", "arrow"}
-    if known or (all(sizes) and sum(sizes) <= COUNT_BYTES):
+    if known or (told and sum(sizes) <= COUNT_BYTES):
         total = 0
         for file in source.files:
             try:
@@ -303,6 +308,6 @@ def _count(source: Source, rows_per_byte: float | None) -> tuple[float | None, b
             except DataError:  # a file that breaks off is dealt with when it is read
                 return (sum(sizes) * rows_per_byte if rows_per_byte else None), False
         return float(total), True
-    if not all(sizes) or not rows_per_byte:
+    if not told or not rows_per_byte:
         return None, False
     return sum(sizes) * rows_per_byte, False

@@ -182,6 +182,8 @@ class PreparedSet:
         documents = mixture.documents(sizes)
         if math.isinf(documents):
             raise _never_ends()
+        if not documents:
+            raise _only_empty()
         lengths = self.examples.lengths
         share = packing_share(layout, lengths)
         units = max(1, math.ceil(units_of(layout, lengths, documents, 1.0) - 1e-6))
@@ -247,4 +249,12 @@ def _never_ends() -> UsageError:
         "an epoch of this mixture would never end",
         where="--curriculum",
         fix="give every dataset a share above 0 at the last step, or --mix_epochs",
+    )
+
+
+def _only_empty() -> DataError:
+    return DataError(
+        "the mixture takes nothing: every dataset, or bin, with a share above 0 has no example left",
+        where="--interleave_prob or --curriculum",
+        fix="give a share to one that has examples; the ledger says what became of the rows",
     )

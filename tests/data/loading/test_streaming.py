@@ -17,7 +17,7 @@ from swift.data.loading.loader import Layout, TrainLoader
 from swift.data.loading.mixer import ShareSchedule
 from swift.data.loading.mixture import ALL, FIRST, ONCE, Documents, Mixture
 from swift.data.loading.streaming import open_stream
-from swift.data.loading.train_set import Place, mixture_of
+from swift.data.loading.train_set import Place, PreparedSet, mixture_of
 from swift.data.sources import parse_source
 
 
@@ -43,6 +43,16 @@ def test_small_files_are_counted(folder):
     assert outlook.units == pytest.approx(500, rel=0.02)
     packed = stream.loader(Layout(4, packing_length=64), Place(), None).outlook(0)
     assert packed.units == pytest.approx(500 * 15.5 / 64, rel=0.15)
+
+
+def test_empty_files_among_others_count_as_none(folder, tmp_path):
+    (folder / "b-empty.jsonl").write_text("")
+    assert (opened(str(folder)).facts[0].rows, opened(str(folder)).facts[0].exact) == (500, True)
+    (tmp_path / "empty").mkdir()
+    for name in "ab":
+        (tmp_path / "empty" / f"{name}.jsonl").write_text("")
+    with pytest.raises(DataError, match="empty"):
+        opened(str(folder), str(tmp_path / "empty"))
 
 
 def test_large_and_packed_files_are_estimated(folder, tmp_path, monkeypatch):
@@ -74,6 +84,7 @@ def test_wanted_rows_need_no_counting(folder):
 
 def test_unknown_sizes_leave_the_length_open(folder, monkeypatch):
     monkeypatch.setattr(streaming, "size_of", lambda location: 0)
+    monkeypatch.setattr(streaming, "is_url", lambda location: True)
     stream = opened(str(folder))
     assert stream.facts[0].rows is None
     outlook = stream.loader(Layout(4), Place(), None).outlook(0)
@@ -155,6 +166,30 @@ def test_the_length_of_an_epoch_is_foretold(stopping, passes, changing):
     while documents.next() is not None:
         count += 1
     assert mixture.documents(SIZES) == pytest.approx(count, abs=3)
+
+
+def test_the_length_is_foretold_where_a_quotient_is_rounded_down():
+    """Steps of 100.3 documents: at step 167,272 the quotient of documents and that stays below the step."""
+    schedule = ShareSchedule((0, 200_000), ((0.6, 0.4), (0.4, 0.6)))
+    mixture = Mixture.of(schedule, ONCE, documents_per_step=100.3)
+    assert mixture.documents([15_000_000, 15_000_000]) == pytest.approx(30_000_000)
+
+
+@pytest.mark.parametrize("stopping", [FIRST, ALL, ONCE])
+def test_a_source_without_examples_ends_no_epoch(stopping):
+    mixture = Mixture.of(ShareSchedule.constant([0.5, 0.5]), stopping)
+    flows = [StoredFlow(n, size, first=0, seed=0, shuffle=True) for n, size in enumerate([20, 0])]
+    documents = Documents(flows, mixture)
+    for _ in range(2):
+        assert sorted(document.index for document in iter(documents.next, None)) == list(range(20))
+    assert mixture.documents([20, 0]) == 20
+
+
+def test_shares_of_nothing_but_empty_sources_are_refused():
+    examples = Prepared([5] * 20)
+    data = DataConfig(interleave_prob=[0.0, 1.0])
+    with pytest.raises(DataError, match="no example left"):
+        PreparedSet(examples, [20, 0], data, 1).loader(Layout(4), Place(), None)
 
 
 def test_threads_that_make_batches_ahead_change_nothing():
