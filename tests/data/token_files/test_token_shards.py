@@ -207,6 +207,18 @@ def test_a_flipped_bit_is_found_when_the_example_is_read(tmp_path: Path, kind: s
         verify_folder(tmp_path / "d")
 
 
+def test_a_flipped_bit_in_the_order_is_found_at_once(tmp_path: Path) -> None:
+    """No example's checksum would miss it: another example would be taken in silence."""
+    write(tmp_path / "all", [plain([n, n]) for n in range(9)]).select(np.array([3, 1, 2, 2])).save(tmp_path / "some")
+    order = tmp_path / "some/order.idx"
+    content = bytearray(order.read_bytes())
+    content[8] ^= 1
+    order.write_bytes(content)
+    with pytest.raises(DataError, match="isn't what was written") as caught:
+        TokenDataset.load(tmp_path / "some")
+    assert caught.value.where == str(order)
+
+
 def test_offsets_that_cannot_be(tmp_path: Path) -> None:
     write(tmp_path / "d", [plain([1, 2, 3]), plain([4, 5])])
     np.array([0, 9, 5], "<i8").tofile(tmp_path / "d" / "00000.idx")
