@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from swift.core.errors import SwiftError
+from swift.core.errors import DataError, SwiftError
 from swift.data.loading.flow import Document, FileFlow
 from swift.data.loading.loader import Examples
 from swift.data.loading.mixture import Documents, Mixture
@@ -163,6 +163,12 @@ class _Window:
     error: SwiftError | None
     mine: Future[ChunkResult] | None = None
 
+    @property
+    def mark(self) -> tuple[int, bool, int]:
+        """Equal on all ranks if they drew the same documents; ints have the same hash everywhere."""
+        lines = tuple((document.source, document.ref.line) for document in self.documents if document.ref)
+        return (len(self.documents), self.ends_epoch, hash(lines))
+
 
 class FileIntake:
     """Rows of files, encoded ahead.
@@ -277,11 +283,18 @@ class FileIntake:
                 result = self.workers.result(window.mine)
             except SwiftError as caught:
                 error = caught
-        answers = self.exchange((result, error))
-        for _, failure in answers:
+        answers = self.exchange((result, error, window.mark))
+        for _, failure, _ in answers:
             if failure is not None:
                 raise failure
-        return [answer for answer, _ in answers]
+        if any(mark != window.mark for _, _, mark in answers):
+            first = window.documents[0].ref if window.documents else None
+            raise DataError(
+                "the files don't give the same rows on all processes",
+                where=f"between {first} and the next {len(window.documents)} rows" if first else "the end of an epoch",
+                fix="a file could be read by some of them only: look at the ledger's notes, or use --on_bad_shard stop",
+            )
+        return [answer for answer, _, _ in answers]
 
     def state(self) -> dict[str, Any]:
         """The position behind the last document taken, what was counted up to there, and the shards that broke off."""

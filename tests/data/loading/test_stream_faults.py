@@ -5,7 +5,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from streams import Setup, steps_of, write_shards
+from streams import Ranks, Setup, steps_of, write_shards
 
 from swift.core.errors import DataError
 from swift.data.loading.loader import Layout
@@ -129,3 +129,24 @@ def test_difficulty_bins():
     assert [part.tolist() for part in difficulty_bins(values, equal)] == [[1, 5], [0, 3], [2, 4]]
     borders = read_curriculum({"difficulty": "score", "bins": [3, 8], "weights": [[0, [1, 1, 1]]]})
     assert [part.tolist() for part in difficulty_bins(values, borders)] == [[1, 5], [0, 3, 4], [2]]
+
+
+def test_a_file_that_breaks_off_for_one_rank_alone_is_no_shard_to_skip(torn, tmp_path):
+    """Ranks that go on with different rows would lose some and repeat others, in silence."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    for path in (torn[0], torn[2]):
+        (whole / path.name).write_bytes(path.read_bytes())
+    (whole / torn[1].name).write_bytes(gzip.compress((tmp_path / "a-001.jsonl").read_bytes()))
+    ranks = Ranks(2)
+
+    def work(rank):
+        paths = [whole / path.name for path in torn] if rank else torn
+        loader = Setup([paths], Layout(8), skip_bad=True).loader(rank, 2, ranks.exchange(rank))
+        try:
+            return [len(loader.next_step()) for _ in range(40)]
+        finally:
+            loader.close()
+
+    with pytest.raises(DataError, match="the same rows on all processes"):
+        ranks.run(work)
