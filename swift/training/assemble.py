@@ -89,7 +89,12 @@ class Model:
 def build_data(config: SftConfig, session: Session) -> Data:
     """Resolve the model's folder, load its tokenizer, encode the rows (once per node; other ranks map the result)."""
     group = session.group
-    model_path = group.from_main(lambda: resolve_model(config.model))
+
+    def begin() -> Path:
+        _pulse(session).unlink(missing_ok=True)  # left by a process that was killed: who waits would call this one dead
+        return resolve_model(config.model)
+
+    model_path = group.from_main(begin)
     tokenizer = load_tokenizer(model_path, config.model)
     encoder = ChatEncoder(tokenizer, config.template)
     prepared = _prepare_once(config, session, encoder)
@@ -111,11 +116,16 @@ def _keep_thinking_switch(config: SftConfig, session: Session, encoding: Mapping
         session.notes.append(f"all answers {words}: the checkpoint asks with enable_thinking {str(thinking).lower()}")
 
 
+def _pulse(session: Session) -> Path:
+    """Rank 0's sign of life while it prepares the data."""
+    return session.run_dir / ".preparing"
+
+
 def _prepare_once(config: SftConfig, session: Session, encoder: ChatEncoder) -> Prepared:
     """Rank 0 reads and encodes into mapped files of the run folder, which all machines share; the other ranks wait for
     as long as it shows signs of life, and map what it wrote."""
     group, cache = session.group, session.run_dir / ".tokens"
-    pulse = session.run_dir / ".preparing"
+    pulse = _pulse(session)
     mine: list[Prepared] = []
 
     def prepare() -> str:
