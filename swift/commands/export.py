@@ -96,7 +96,6 @@ def _reuse(output: Path, found: dict[str, Any]) -> None:
 
 def _refuse_foreign(output: Path, found: dict[str, Any] | None, *, exist_ok: bool) -> None:
     from swift.data.token_files.cached import FOLDERS
-    from swift.data.token_files.shards import MANIFEST
 
     if found is not None and not exist_ok:
         raise UsageError(
@@ -104,14 +103,25 @@ def _refuse_foreign(output: Path, found: dict[str, Any] | None, *, exist_ok: boo
             where=f"--output_dir {output}",
             fix="choose another --output_dir, or replace it with --exist_ok true",
         )
-    for name in FOLDERS.values():
+    for split, name in FOLDERS.items():
         folder = output / name
-        if folder.exists() and not (folder.is_dir() and ((folder / MANIFEST).is_file() or not any(folder.iterdir()))):
+        ours = (found is not None and name in found["parts"]) or _left_by_export(folder, split)
+        if folder.exists() and not ours and not (folder.is_dir() and not any(folder.iterdir())):
             raise UsageError(
                 f"there is a {name} in the folder that no export made",
                 where=str(folder),
                 fix="choose another --output_dir",
             )
+
+
+def _left_by_export(folder: Path, split: str) -> bool:
+    """Whether an export that was killed left this part; the output of a recipe has a manifest as well."""
+    from swift.data.token_files.shards import MANIFEST
+
+    try:
+        return json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("split") == split
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _build(config: ExportConfig, encoder: ChatEncoder, output: Path, fingerprint: str) -> None:

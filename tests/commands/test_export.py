@@ -284,6 +284,16 @@ def test_foreign_folders_stay(export: Export, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "train" / "mine.txt").read_text() == "mine"
 
 
+def test_the_output_of_a_recipe_is_no_unfinished_export(export: Export, tmp_path: Path) -> None:
+    """It has a manifest too, and lay where the part of the export would go."""
+    train = tmp_path / "out" / "train"
+    train.mkdir(parents=True)
+    (train / "manifest.json").write_text('{"format": 2, "shards": []}')
+    with pytest.raises(UsageError, match="no export made"):
+        export()
+    assert (train / "manifest.json").is_file()
+
+
 def test_a_source_that_grows_meanwhile(export: Export, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from swift.data import dataset
 
