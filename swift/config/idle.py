@@ -62,6 +62,12 @@ def idle_notes(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[st
         notes += [f"note: {_listed(idle)} nothing without streaming true"] if idle else []
     if "dataloader_prefetch_factor" in given and not values.get("dataloader_num_workers"):
         notes.append("note: dataloader_prefetch_factor does nothing without dataloader_num_workers")
+    mixed = any(values.get(name) for name in ("interleave_prob", "mix_temperature", "mix_epochs", "curriculum"))
+    if mixed and values.get("dataloader_num_workers") and not values.get("streaming"):
+        idle = [name for name in given if name in ("dataloader_num_workers", "dataloader_prefetch_factor")]
+        notes += [f"note: {_listed(idle)} nothing for prepared rows that are mixed"] if idle else []
+    if "augment" in given and values.get("augment") and values.get("cached_dataset") and not values.get("dataset"):
+        notes.append("note: augment does nothing: cached_dataset holds rows as they were when it was made")
     if "dataset_num_proc" in given and values.get("streaming") and not values.get("val_dataset"):
         notes.append("note: dataset_num_proc does nothing with streaming: see dataloader_num_workers")
     if "warmup_ratio" in given and values.get("warmup_ratio") and values.get("warmup_steps"):

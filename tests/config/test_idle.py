@@ -32,6 +32,8 @@ def notes(words, cls=SftConfig):
         ("--tuner_type full --lora_rank 4 --target_modules q_proj", "lora_rank, target_modules do nothing with"),
         ("--tuner_type ia3 --lora_dropout 0.1", "lora_dropout does nothing with tuner_type ia3"),
         ("--vera_rank 8", "vera_rank does nothing with tuner_type lora"),
+        ("--mix_temperature 2 --dataloader_num_workers 2", "dataloader_num_workers does nothing for prepared rows"),
+        ('--cached_dataset tokens --augment {"text":{}}', "augment does nothing: cached_dataset holds rows"),
     ],
 )
 def test_said(words, note):
@@ -50,6 +52,8 @@ def test_said(words, note):
         "--eval_strategy no",
         "--eval_steps 5 --eval_strategy steps --split_dataset_ratio 0.1",
         "--eval_steps 5 --val_dataset rows.jsonl",
+        "--mix_temperature 2 --streaming true --dataloader_num_workers 2",
+        '--cached_dataset tokens --dataset rows.jsonl --augment {"text":{}}',
     ],
 )
 def test_not_said(words):
