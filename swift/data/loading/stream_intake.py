@@ -352,13 +352,16 @@ class FileIntake:
 
 
 def _items(result: ChunkResult) -> list[tuple[RowResult, list[tuple[np.ndarray, np.ndarray]], np.ndarray]]:
-    """Each row of a result with its examples' ids and weights, and all its weights."""
+    """Each row of a result with its examples' ids and weights, and all its weights.
+
+    Examples are copies: one that waits in an open row would else hold the tokens of all rows it was encoded with.
+    """
     rows, at = [], 0
     weights = result.loss_weights.astype(np.float32, copy=False)
     for row in result.rows:
         start, pairs = at, []
         for length in row.lengths:
-            pairs.append((result.input_ids[at : at + length], weights[at : at + length]))
+            pairs.append((result.input_ids[at : at + length].copy(), weights[at : at + length].copy()))
             at += length
         rows.append((row, pairs, weights[start:at]))
     return rows

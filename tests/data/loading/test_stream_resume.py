@@ -164,3 +164,12 @@ def test_sources_that_end(stopping, passes, wanted, sources):
             rows.update(ref.rpartition("/")[2][0] for ref in refs)
     for name, count in zip("abc", wanted):
         assert abs(rows[name] - count) <= 2, (rows, wanted)
+
+
+def test_an_example_that_waits_holds_no_others(sources):
+    """Rows stay open for long; each example in them would keep the rows in memory that it was encoded with."""
+    loader = setup_for("stream", False, sources, True).loader()
+    loader.next_step()
+    waiting = [item for _, row in loader._open.rows() for item in row]
+    assert waiting and all(array.base is None for item in waiting for array in item.tokens())
+    loader.close()
