@@ -221,7 +221,7 @@ class Ledger:
     def _write(self, tally: SourceTally, ref: RowRef, event: str, **details: Any) -> None:
         if self._file is None or self._path is None:
             return
-        line = {"event": event, "split": tally.split, "file": ref.file, "line": ref.line, **details}
+        line = {"event": event, "split": tally.split, **_place(ref), **details}
         self._refused = True
         with disk_errors(self._path):
             self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -237,7 +237,7 @@ class Ledger:
             "encoding": dict(self.encoding),
             "notes": self.notes,
             "problems": {
-                reason: [{"file": ref.file, "line": ref.line, "message": text} for ref, text in found]
+                reason: [{**_place(ref), "message": text} for ref, text in found]
                 for reason, found in self.problems.items()
             },
         }
@@ -253,7 +253,7 @@ class Ledger:
         ledger.encoding = Counter(summary["encoding"])
         ledger.notes = list(summary["notes"])
         ledger.problems = {
-            reason: [(RowRef(found["file"], found["line"]), found["message"]) for found in items]
+            reason: [(_ref(found), found["message"]) for found in items]
             for reason, items in summary["problems"].items()
         }
         return ledger
@@ -309,3 +309,14 @@ class Ledger:
             for row in table
         ]
         return "\n".join(lines + self.remarks())
+
+
+def _place(ref: RowRef) -> dict[str, Any]:
+    """Where a row lies: `line`, or `byte` of rows in large files whose lines nobody counted."""
+    return {"file": ref.file, "byte" if ref.by_offset else "line": ref.line}
+
+
+def _ref(place: dict[str, Any]) -> RowRef:
+    """What `_place` gave."""
+    by_offset = "byte" in place
+    return RowRef(place["file"], place["byte" if by_offset else "line"], by_offset)

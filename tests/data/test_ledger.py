@@ -1,4 +1,4 @@
-"""The ledger file when the disk is full; what it counts is tested with the datasets."""
+"""The ledger file when the disk is full, and the places it names; what it counts is tested with the datasets."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import pytest
 
 from swift.core.errors import SwiftError
 from swift.data.ledger import Ledger
-from swift.data.rows import RowRef
+from swift.data.rows import RowProblem, RowRef
 
 needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
@@ -56,3 +56,14 @@ def test_closing_twice_writes_once(tmp_path: Path):
     ledger.close()
     (line,) = (tmp_path / "ledger.jsonl").read_text().splitlines()
     assert json.loads(line)["event"] == "summary"
+
+
+def test_a_row_that_is_known_by_its_byte_is_named_so(tmp_path: Path):
+    ledger = Ledger(tmp_path / "ledger.jsonl", strict=False)
+    tally = ledger.begin("train", "a.jsonl")
+    ledger.drop(tally, RowRef("a.jsonl", 7), RowProblem("not_json", "no"))
+    ledger.drop(tally, RowRef("a.jsonl", 70_000_000, by_offset=True), RowProblem("not_json", "no"))
+    ledger.close()
+    lines = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert (lines[0]["line"], lines[1]["byte"]) == (7, 70_000_000) and "line" not in lines[1]
+    assert Ledger.restore(lines[-1]).problems == ledger.problems
