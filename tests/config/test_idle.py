@@ -9,6 +9,7 @@ import pytest
 from swift.config import PtConfig, SftConfig, build_config, parse_command_line, save_config
 from swift.config.idle import _WORKS_WITH
 from swift.config.schema import settings_of
+from swift.core.logging import get_logger
 
 
 def notes(words, cls=SftConfig):
@@ -72,7 +73,8 @@ def test_pt_is_full_by_default():
     assert notes("--lora_rank 4", PtConfig) == ["note: lora_rank does nothing with tuner_type full"]
 
 
-def test_from_python_too(caplog):
+def test_from_python_too(caplog, monkeypatch):
+    monkeypatch.setattr(get_logger(), "propagate", True)
     with caplog.at_level(logging.INFO, logger="swift"):
         build_config(SftConfig, {"optim": "sgd", "adam_beta1": 0.5})
     assert "adam_beta1 does nothing with optim sgd" in caplog.text
