@@ -223,7 +223,10 @@ def open_stream(
     task = StreamTask(row_options(data, need_answer=True), encoder, identities=identities)
     here = {file.place: stamp_of(file.location) for source in sources for file in source.files}
     if saved is None:
-        facts = [_look_at(number, source, task) for number, source in enumerate(sources)]
+        facts = [
+            _look_at(number, source, task, skip_bad=data.on_bad_shard == "skip")
+            for number, source in enumerate(sources)
+        ]
         return StreamSet(list(sources), data, template, task, seed, here, here, facts)
     if from_main:
         _refuse_other_copies(saved["stamps"], here)
@@ -259,7 +262,7 @@ def _refuse_changed(before: dict[str, str], now: dict[str, str]) -> None:
             )
 
 
-def _look_at(number: int, source: Source, task: StreamTask) -> SourceFacts:
+def _look_at(number: int, source: Source, task: StreamTask, *, skip_bad: bool) -> SourceFacts:
     """Count a source's rows if that is cheap, and encode a sample of them."""
     documents: list[tuple[int, RowRef, Any]] = []
     empty: EmptyFileError | None = None
@@ -281,6 +284,11 @@ def _look_at(number: int, source: Source, task: StreamTask) -> SourceFacts:
                 raise
             empty = error
             tally.share = 1.0
+        except DataError:  # told when it is read, and counted there
+            if not skip_bad:
+                raise
+            if not found:  # says nothing of how many rows a byte holds
+                continue
         rows += found
         share_bytes += tally.share * size_of(file.location)
     total, exact = _count(source, rows / share_bytes if share_bytes else None)

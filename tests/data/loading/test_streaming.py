@@ -55,6 +55,16 @@ def test_empty_files_among_others_count_as_none(folder, tmp_path):
         opened(str(folder), str(tmp_path / "empty"))
 
 
+def test_a_file_that_breaks_off_in_the_sample_is_left_where_asked(folder):
+    packed = gzip.compress((folder / "a-000.jsonl").read_bytes())
+    (folder / "b.jsonl.gz").write_bytes(packed[:40])
+    with pytest.raises(DataError) as caught:
+        opened(str(folder))
+    assert "b.jsonl.gz" in caught.value.where
+    facts = opened(str(folder), on_bad_shard="skip").facts[0]
+    assert facts.rows == pytest.approx(500, rel=0.3)
+
+
 def test_large_and_packed_files_are_estimated(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(streaming, "COUNT_BYTES", 0)
     plain = opened(str(folder)).facts[0]
