@@ -174,6 +174,14 @@ def test_a_changed_file_is_refused_on_resume(flags, write_rows, chat_rows, tmp_p
     assert "second.jsonl" in caught.value.where
 
 
+def test_self_cognition_rows_under_another_name_are_refused_on_resume(flags, tmp_path):
+    flags |= {"streaming": True, "output_dir": str(tmp_path / "run"), "dataset": ["self-cognition"]}
+    flags |= {"model_name": ["Ada"], "model_author": ["Lin"]}
+    sft(**{**flags, "max_steps": 3})
+    with pytest.raises(CheckpointError, match="data"):
+        sft(**{**flags, "max_steps": 6, "model_name": ["Eve"]}, resume_from_checkpoint="latest")
+
+
 def test_a_position_of_another_order_is_refused(flags, tmp_path):
     flags |= {"output_dir": str(tmp_path / "run")}
     first = sft(**{**flags, "max_steps": 3})

@@ -151,7 +151,8 @@ def closing_lines(ledger: dict[str, Any], manifest: dict[str, Any], output: Path
     if not manifest["rows"]:
         lines.append("warning: no row is left, so there is nothing to train on; the report shows where rows went")
     elif manifest["output_format"] == TOKENS:
-        lines.append(f"next:   swift pt --cached_dataset {folder}")
+        settings = next(iter(manifest["recipe"]["steps"][-1].values()))
+        lines.append(f"next:   swift {settings.get('cached_for', 'pt')} --cached_dataset {folder}")
     else:
         lines.append(f"next:   swift data check {folder}")
         lines.append(f"        swift pt --dataset {folder}   (conversations: swift sft)")

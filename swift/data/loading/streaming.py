@@ -102,7 +102,8 @@ class StreamSet:
         """Identifies the rows and their encoding: settings, and each file's place and stamp."""
         names = [[source.count, [[f.place, f.part] for f in source.files]] for source in self.sources]
         encoder = self.task.encoder
-        parts = [names, self.stamps, repr(self.task.options), encoder.fingerprint() if encoder else None]
+        rows = [repr(self.task.options), repr(self.task.identities)]
+        parts = [names, self.stamps, rows, encoder.fingerprint() if encoder else None]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
     def loader(self, layout: Layout, place: Place, facts: dict[str, Any] | None) -> Loader:

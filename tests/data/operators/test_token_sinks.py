@@ -16,6 +16,7 @@ from swift.core.errors import DataError, UsageError
 from swift.data.dataset import prepare_datasets
 from swift.data.encoding.encode import ChatEncoder
 from swift.data.engine.run import RunOptions, run_recipe
+from swift.data.engine.summary import LEDGER, MANIFEST, closing_lines
 from swift.data.operators.pack_tokens import packed
 from swift.data.rows import RowRef
 from swift.data.token_files.shards import REF, Examples, verify_folder
@@ -98,6 +99,11 @@ def test_conversations_for_sft(
     (entry,) = [each for each in entries if each["label"] == "tokenise"]
     assert entry["tally"]["kept"] == 15 and entry["tally"]["characters_in"] > 1000
     assert entry["tally"]["dropped"] == {"no_assistant": 1, "too_long": 5}
+    ledger, manifest = (json.loads((tmp_path / "tokens" / name).read_text()) for name in (LEDGER, MANIFEST))
+    assert (
+        closing_lines(ledger, manifest, tmp_path / "tokens")[-1]
+        == f"next:   swift sft --cached_dataset {tmp_path}/tokens"
+    )
 
 
 def test_packed_rows(texts: Path, tiny_model_dir: Path, tokenizer: Any, tmp_path: Path) -> None:
