@@ -42,6 +42,10 @@ class Endpoint:
                     endpoint.paths.append(self.path)
                 try:
                     reply = endpoint.reply(body, number)
+                finally:  # before the answer leaves: the client may ask again as soon as it has it
+                    with endpoint.lock:
+                        endpoint.running -= 1
+                try:
                     if reply is None:
                         self.close_connection = True
                         return
@@ -53,9 +57,6 @@ class Endpoint:
                     self.wfile.write(content)
                 except OSError:  # the client has given up
                     self.close_connection = True
-                finally:
-                    with endpoint.lock:
-                        endpoint.running -= 1
 
             def log_message(self, *_: object) -> None: ...
 
