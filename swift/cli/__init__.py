@@ -90,7 +90,6 @@ def _dispatch(words: list[str]) -> int:
 def _run_configured(name: str, words: list[str]) -> int:
     """Parse, check, then run a command here or in several processes."""
     from swift.cli import launch
-    from swift.commands.precheck import precheck
     from swift.config import commands as classes
     from swift.config.catalog import COMMANDS
     from swift.config.parse import parse_command_line
@@ -99,6 +98,8 @@ def _run_configured(name: str, words: list[str]) -> int:
     command = COMMANDS[name]
     assert command.config is not None
     parsed = parse_command_line(getattr(classes, command.config), words, command=name, usage=command.usage)
+    from swift.commands.precheck import precheck  # not before: help and wrong flags don't need it
+
     precheck(parsed.config, places=parsed.places)
     if command.distributed and not launch.inside():
         processes = launch.processes_wanted(parsed.config)

@@ -17,9 +17,8 @@ from swift.config.data import DataConfig, RowsConfig
 from swift.config.resolve import Problem, raise_problems
 from swift.core.errors import SwiftError, nearest
 from swift.core.network import follow_flags
-from swift.data.selection import TRAIN, VALIDATION
+from swift.data.rows import TRAIN, VALIDATION
 from swift.data.sources import parse_source, resolve_rows, resolve_sources
-from swift.data.token_files.cached import locate_cached
 from swift.models.hub import check_model_source, is_adapter_folder
 
 
@@ -56,7 +55,9 @@ def _data_faults(places: Mapping[str, str], data: RowsConfig) -> list[Problem]:
     ]
     if problems or max(len(data.model_name), len(data.model_author)) > 2:  # the settings' own check has said so
         return problems
-    if isinstance(data, DataConfig):
+    if isinstance(data, DataConfig) and (data.cached_dataset or data.cached_val_dataset):
+        from swift.data.token_files.cached import locate_cached  # maps arrays: a tenth of a second of NumPy
+
         for setting, split in (("cached_dataset", TRAIN), ("cached_val_dataset", VALIDATION)):
             for text in getattr(data, setting):
                 problems += _raised(places, setting, partial(locate_cached, split=split, flag=f"--{setting}"), text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+TRAIN, VALIDATION = "train", "validation"  # the two parts of a data set
 ROLES = ("system", "user", "assistant", "tool")
 
 

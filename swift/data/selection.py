@@ -17,14 +17,12 @@ from swift.core.logging import get_logger
 from swift.data.files import size_of
 from swift.data.pipeline import Chunk, chunked
 from swift.data.readers import EmptyFileError, FileTally, RawRow, count_raw, parse_raw, read_raw
-from swift.data.rows import Row, RowProblem, RowRef
+from swift.data.rows import TRAIN, VALIDATION, Row, RowProblem, RowRef
 from swift.data.selfcog import Identity, fill_identity, identity_from
 from swift.data.shapes import RowOptions, normalise_row
 from swift.data.sources import Source, parse_source
 
 log = get_logger("data")
-
-TRAIN, VALIDATION = "train", "validation"
 
 
 @dataclass

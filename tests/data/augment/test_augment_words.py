@@ -75,7 +75,9 @@ class TestEveryWordTransform:
     def test_odd_unicode_survives(self, name):
         for text in ("\x00 a\u0301b \ud800 c", "🙂 🙃 fine words 🙂", "ﬁne ‏العربية‏ words", "a\r\nb\r\n"):
             for row in range(5):
-                augment(name, text, row=row, n=2)
+                after = augment(name, text, row=row, n=2)
+                assert after == augment(name, text, row=row, n=2)
+                assert after.count("\r\n") == text.count("\r\n") and after.count("\0") == text.count("\0")
 
     def test_a_very_long_text(self, name):
         text = TEXT * 400
