@@ -8,6 +8,7 @@ from swift.config.data import BatchingConfig, DataConfig, PromptConfig, RowsConf
 from swift.config.export import ExportConfig as ExportConfig
 from swift.config.inference import GenerationConfig, InferRunConfig, MergeConfig
 from swift.config.model import ModelConfig
+from swift.config.parallel import ParallelConfig
 from swift.config.training import (
     CheckpointConfig,
     EvalConfig,
@@ -31,6 +32,7 @@ class SftConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    parallelism: ParallelConfig = field(default_factory=ParallelConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)

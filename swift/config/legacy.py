@@ -59,13 +59,7 @@ _GALORE = "choose an adapter (--tuner_type lora) or --optim adafactor to save op
 
 RULES: dict[str, Rule] = {
     # parallelism and kernels
-    **_later(
-        "deepspeed fsdp fsdp_config zero_hpz_partition_size deepspeed_autotp_size use_ray device_groups", _PARALLEL
-    ),
-    **_later("sequence_parallel_size context_parallel_size", _PARALLEL, ("1", *OFF), "one is the degree here as well"),
-    **_later(
-        "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size", _PARALLEL, ("1", *OFF)
-    ),
+    **_later("fsdp_config zero_hpz_partition_size deepspeed_autotp_size use_ray device_groups", _PARALLEL),
     **_later(
         "device_map",
         "the model is placed on this process's device; choose it with CUDA_VISIBLE_DEVICES",

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from swift.core.errors import SwiftError
 from swift.core.logging import local_rank, rank, world_size
+from swift.distributed.mesh import Axis
 
 T = TypeVar("T")
 
@@ -35,11 +36,13 @@ class ProcessGroup:
     Attributes:
         rank: number of this process, from 0; world_size: number of processes.
         local_rank: number within this node.
+        handle: the group in torch's terms; None for all processes.
     """
 
     rank: int
     world_size: int
     local_rank: int
+    handle: Any = None
 
     @property
     def main(self) -> bool:
@@ -52,20 +55,20 @@ class ProcessGroup:
             return values
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         tensor = torch.tensor(values, dtype=torch.float64, device=device)
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=self.handle)
         return tensor.tolist()
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.world_size > 1:
-            dist.barrier()
+            dist.barrier(group=self.handle)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order, on every rank."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.handle)
         return values
 
     def from_main(self, make: Callable[[], T], *, watch: Callable[[], None] | None = None) -> T:
@@ -102,6 +105,10 @@ class ProcessGroup:
         if error is not None or box[1] is not None:
             raise error or box[1]
         return box[0]
+
+    def along(self, axis: Axis) -> ProcessGroup:
+        """The processes along one axis of the mesh; `from_main` and `close` are for all processes only."""
+        return ProcessGroup(axis.rank, axis.size, self.local_rank, axis.group)
 
     def close(self) -> None:
         """Leave the group."""

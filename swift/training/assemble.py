@@ -51,6 +51,7 @@ from swift.training.module import TrainModule, decoder_owner
 from swift.training.plan import DataIdentity, build_layout, run_length
 from swift.training.saver import RunSaver
 from swift.training.session import Session, model_label
+from swift.training.strategy import DataParallel
 from swift.training.trainer import Callback, Trainer, TrainerParts
 
 # Seconds between two lines about reading data.
@@ -243,16 +244,17 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
     group = session.group
     layout = build_layout(
         config,
-        world_size=group.world_size,
+        world_size=session.mesh["dp"].size,
         padding_free=model.padding_free,
         pad_token_id=int(data.tokenizer.pad_token_id or 0),
     )
     position = read_data_state(session.resumed.path) if session.resumed is not None and session.continues else {}
     batching = config.batching
+    data_ranks = group.along(session.mesh["dp"])
     place = Place(
-        group.rank,
-        group.world_size,
-        group.gather,
+        data_ranks.rank,
+        data_ranks.world_size,
+        data_ranks.gather,
         batching.dataloader_num_workers,
         batching.dataloader_prefetch_factor,
     )
@@ -286,9 +288,12 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
     _note_changes(session, loader, steps)
     session.state.data_fingerprint, session.state.layout = identity.rows, identity.order
     step_callback = adapter_step_callback(model.whole)
+    strategy = DataParallel(
+        module, group, session.precision, mesh=session.mesh, regularizer=adapter_regularizer(model.whole)
+    )
     evaluation = evaluation_rhythm(config, data.val)
     parts = TrainerParts(
-        module=module,
+        strategy=strategy,
         optimizer=optimizer,
         schedule=build_schedule(config.optimizer, steps),
         loader=loader,
@@ -304,7 +309,6 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
         length=length,
         eval_examples=data.val,
         eval_tokens_per_batch=_eval_tokens(config),
-        regularizer=adapter_regularizer(model.whole),
         callbacks=[AfterStep(step_callback)] if step_callback else [],
     )
     trainer = Trainer(parts, session.state)

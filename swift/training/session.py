@@ -11,11 +11,13 @@ import torch
 
 from swift.checkpoint import Checkpoint, RunLock, RunState, clear, find_checkpoint, list_checkpoints, remove_unfinished
 from swift.config.commands import PtConfig, SftConfig
+from swift.config.degrees import Degrees
 from swift.core.devices import Device, detect_device
 from swift.core.errors import UsageError
 from swift.core.files import disk_errors
 from swift.core.logging import local_rank
 from swift.distributed import ProcessGroup, start_process_group
+from swift.distributed.mesh import Mesh, build_mesh
 from swift.distributed.shared import check_shared_folder
 from swift.models.prepare import seed_everything
 from swift.monitor import Monitor, build_monitor
@@ -29,6 +31,7 @@ class Session:
 
     Attributes:
         command: the command's name, for messages.
+        mesh: the axes along which the processes share the work.
         resumed: the checkpoint that is continued (or whose weights are taken), if any.
         ask_thinking: how every row was asked, if the template can think and all were asked alike; inference then asks
             the same way.
@@ -38,6 +41,7 @@ class Session:
 
     command: str
     group: ProcessGroup
+    mesh: Mesh
     device: Device
     precision: Precision
     run_dir: Path
@@ -83,6 +87,7 @@ def start_session(config: SftConfig) -> Session:
     try:
         resumed, state, run_dir = group.from_main(lambda: _open_run(config, locks))
         check_shared_folder(group, run_dir)
+        mesh = build_mesh(Degrees(dp_replicate=group.world_size), device.type)
         monitor = build_monitor(config.monitor, run_dir, rank=group.rank)
     except BaseException:  # a later call in this process may want the folder
         for lock in locks:
@@ -92,7 +97,7 @@ def start_session(config: SftConfig) -> Session:
     if state.step:
         monitor.resume_at(state.step)
     command = "pt" if isinstance(config, PtConfig) else "sft"
-    return Session(command, group, device, precision, run_dir, monitor, resumed, state, notes, locks=locks)
+    return Session(command, group, mesh, device, precision, run_dir, monitor, resumed, state, notes, locks=locks)
 
 
 def _open_run(config: SftConfig, locks: list[RunLock]) -> tuple[Checkpoint | None, RunState, Path]:

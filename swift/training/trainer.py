@@ -7,8 +7,8 @@
     record                 log, evaluate, save
 
 Every phase is a method of that name, is timed, and is shown to callbacks before and after. The loop knows nothing of
-algorithms, adapters or parallelism: an objective gives (loss sum, weight), the loader gives batches, the process group
-adds numbers up, the saver writes checkpoints.
+algorithms, adapters or parallelism: a strategy turns batches into loss terms and gradients, the loader gives batches,
+the process group adds numbers up, the saver writes checkpoints.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from swift.checkpoint import RunState
 from swift.config.training import CheckpointConfig, EvalConfig, TrainingConfig
@@ -40,6 +38,7 @@ from swift.training.evaluate import evaluate
 from swift.training.plan import RunLength
 from swift.training.precision import Precision
 from swift.training.stop import StopRequest
+from swift.training.strategy import Strategy
 
 # Steps that may be left out one after another (not finite, or overflowing float16) before the run is called broken.
 MOST_SKIPS_IN_A_ROW = 20
@@ -68,12 +67,11 @@ class TrainerParts:
     """What a trainer is made of; `commands/sft.py` builds them.
 
     Attributes:
-        module: takes a `Batch`, gives `LossTerms` (see `training/module.py`).
-        regularizer: an additional loss per step, such as AdaLoRA's orthogonality term, or None.
+        strategy: the model on its processes (see `training/strategy.py`).
         run_dir: where the run writes.
     """
 
-    module: nn.Module
+    strategy: Strategy
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     loader: Loader
@@ -89,7 +87,6 @@ class TrainerParts:
     length: RunLength
     eval_examples: Examples | None = None
     eval_tokens_per_batch: int = 4096
-    regularizer: Callable[[], torch.Tensor] | None = None
     callbacks: list[Callback] = field(default_factory=list)
 
 
@@ -135,12 +132,9 @@ class Trainer:
         self.parts = parts
         self.state = state or RunState()
         self.scaler = parts.precision.scaler()
-        self.device = next(parts.module.parameters()).device
-        self.trained = [p for p in parts.module.parameters() if p.requires_grad]
-        self.forward_module = parts.module
-        if parts.group.world_size > 1:
-            ids = [parts.group.local_rank] if self.device.type == "cuda" else None
-            self.forward_module = DistributedDataParallel(parts.module, device_ids=ids, gradient_as_bucket_view=True)
+        self.strategy = parts.strategy
+        self.device = next(parts.strategy.module.parameters()).device
+        self.trained = [p for p in parts.strategy.module.parameters() if p.requires_grad]
         self.phase_seconds = dict.fromkeys(PHASES, 0.0)
         self.grad_norm = 0.0
         self.last_checkpoint: Path | None = None
@@ -164,7 +158,7 @@ class Trainer:
     def _fit(self) -> FitResult:
         parts, state = self.parts, self.state
         started, first_step, first_tokens = time.perf_counter(), state.step, state.tokens
-        parts.module.train()
+        parts.strategy.module.train()
         set_rate(parts.optimizer, parts.schedule.factor(state.step))
         if parts.evaluation.eval_on_start and state.step == 0 and parts.eval_examples is not None:
             self._evaluate()
@@ -195,17 +189,17 @@ class Trainer:
         """One optimizer step over this rank's micro-batches."""
         parts = self.parts
         sums = self._step_sums = _StepSums()
-        sums.batches = batches
-        largest = max(batch.input_ids.numel() for batch in batches)
+        portions = self.strategy.prepare(batches)
+        sums.batches = [batch for portion in portions for batch in portion]
+        largest = max(batch.input_ids.numel() for batch in sums.batches)
         if largest > self._largest_batch and self.device.type == "cpu":
             return_free_memory()
         self._largest_batch = max(self._largest_batch, largest)
-        sums.weight = parts.group.sum([sum(batch.weight for batch in batches)])[0]
-        for number, batch in enumerate(batches):
-            last = number == len(batches) - 1
-            if isinstance(self.forward_module, DistributedDataParallel):
-                self.forward_module.require_backward_grad_sync = last
-            self.backward(self.forward(batch), last)
+        weight = sum(batch.weight for batch in sums.batches)
+        sums.weight = parts.group.sum([weight])[0] / self.strategy.copies
+        for number, portion in enumerate(portions):
+            last = number == len(portions) - 1
+            self.backward(self.forward(portion, last), last)
         self.stepped = False
         if self.clip():
             self.step()
@@ -218,27 +212,23 @@ class Trainer:
             return self.parts.group.sum([float(self.stop_request.requested is not None)])[0] > 0
         return self._step_sums.stop_asked
 
-    @phase
-    def forward(self, batch: Batch) -> LossTerms:
-        """Loss terms of a micro-batch."""
-        with self.parts.precision.autocast():
-            return self.forward_module(batch.to(self.device))
+    def _to_loss(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        """What is differentiated. Dividing by the global weight makes the step's gradient that of the mean over all its
+        target tokens."""
+        loss = loss_sum / self._step_sums.weight
+        return self.scaler.scale(loss) if self.scaler is not None else loss
 
     @phase
-    def backward(self, terms: LossTerms, last: bool) -> None:
-        """Add the micro-batch's gradients; ranks exchange them with the last one.
+    def forward(self, portion: list[Batch], last: bool) -> list[LossTerms]:
+        """Loss terms of a portion of the micro-batches: of one, unless they run through a pipeline."""
+        return self.strategy.forward(portion, self._to_loss, last)
 
-        Dividing by the global weight here makes the step's gradient that of the mean over all its target tokens. The
-        data-parallel wrapper averages over ranks, hence the factor.
-        """
-        sums, world = self._step_sums, self.parts.group.world_size
-        sums.add(terms)
-        loss = terms.loss_sum * (world / sums.weight)
-        if self.parts.regularizer is not None and last:
-            loss = loss + self.parts.regularizer()
-        if self.scaler is not None:
-            loss = self.scaler.scale(loss)
-        loss.backward()
+    @phase
+    def backward(self, terms: list[LossTerms], last: bool) -> None:
+        """Add the portion's gradients; ranks exchange them with the last one."""
+        for term in terms:
+            self._step_sums.add(term)
+        self.strategy.backward(terms, self._to_loss, last)
 
     @phase
     def clip(self) -> bool:
@@ -246,9 +236,8 @@ class Trainer:
         parts, sums = self.parts, self._step_sums
         if self.scaler is not None:
             self.scaler.unscale_(parts.optimizer)
-        limit = parts.training.max_grad_norm or math.inf
-        self.grad_norm = float(nn.utils.clip_grad_norm_(self.trained, limit))
-        sums.reduce(parts.group, self.stop_request)
+        self.grad_norm = self.strategy.clip(parts.training.max_grad_norm)
+        sums.reduce(parts.group, self.strategy.copies, self.stop_request)
         if math.isfinite(sums.loss) and (math.isfinite(self.grad_norm) or self.scaler is not None):
             return True
         self._nonfinite()
@@ -282,14 +271,10 @@ class Trainer:
     @phase
     def step(self) -> None:
         """Change the weights."""
-        if self.scaler is None:
-            self.parts.optimizer.step()
-            self.stepped = True
-        else:
-            before = self.scaler.get_scale()
-            self.scaler.step(self.parts.optimizer)
-            self.scaler.update()
-            self.stepped = self.scaler.get_scale() >= before  # it shrinks when gradients overflowed
+        before = self.scaler.get_scale() if self.scaler is not None else 0.0
+        self.strategy.step(self.parts.optimizer, self.scaler)
+        # the loss scale shrinks when gradients overflowed
+        self.stepped = self.scaler is None or self.scaler.get_scale() >= before
         if self.stepped:
             self.state.consecutive_skips = 0
             return
@@ -365,12 +350,11 @@ class Trainer:
         if parts.eval_examples is None:
             return False
         values = evaluate(
-            parts.module,
+            parts.strategy,
             parts.eval_examples,
             parts.loader.layout,
             tokens_per_batch=parts.eval_tokens_per_batch,
             group=parts.group,
-            precision=parts.precision,
         )
         self.metrics |= values
         parts.monitor.log(state.step, values)
@@ -418,13 +402,17 @@ class _StepSums:
             self.sums[name] = self.sums.get(name, 0.0) + float(value)
             self.counts[name] = self.counts.get(name, 0.0) + terms.counts[name]
 
-    def reduce(self, group: ProcessGroup, stop: StopRequest) -> None:
-        """Add up over ranks; afterwards every rank holds the step's totals, and knows of a stop asked of any rank."""
+    def reduce(self, group: ProcessGroup, copies: int, stop: StopRequest) -> None:
+        """Add up over ranks; afterwards every rank holds the step's totals, and knows of a stop asked of any rank.
+
+        Args:
+            copies: ranks that hold the same terms.
+        """
         names = sorted(self.sums)
         local = [sum(self.batch_losses), float(sum(b.num_tokens for b in self.batches)), float(bool(stop.requested))]
         local += [self.sums[n] for n in names] + [self.counts[n] for n in names]
-        self.loss, tokens, stop_asked, *rest = group.sum(local)
-        self.tokens, self.stop_asked = int(tokens), stop_asked > 0
+        self.loss, tokens, stop_asked, *rest = (value / copies for value in group.sum(local))
+        self.tokens, self.stop_asked = round(tokens), stop_asked > 0
         self.sums = dict(zip(names, rest[: len(names)], strict=True))
         self.counts = dict(zip(names, rest[len(names) :], strict=True))
 

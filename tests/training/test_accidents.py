@@ -262,7 +262,8 @@ def test_early_stop_and_best_weights_at_the_end(flags, tmp_path, monkeypatch):
 
     def fit(self):
         result = original(self)
-        loaded.append({n: p.detach().clone() for n, p in self.parts.module.named_parameters() if p.requires_grad})
+        named = self.parts.strategy.module.named_parameters()
+        loaded.append({n: p.detach().clone() for n, p in named if p.requires_grad})
         return result
 
     monkeypatch.setattr(trainer.Trainer, "fit", fit)
