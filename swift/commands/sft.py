@@ -64,7 +64,9 @@ def train(config: SftConfig) -> TrainResult:
 
 
 def _run(config: SftConfig, session: Any) -> TrainResult:
-    from swift.training.assemble import build_data, build_model, build_trainer
+    from swift.training.assemble import build_trainer
+    from swift.training.data import build_data
+    from swift.training.model import build_model
 
     data = build_data(config, session)
     model = build_model(config, session, data)

@@ -1,242 +1,42 @@
-"""Build the parts of a training run from its configuration."""
+"""Build the trainer of a run from its configuration and its parts."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from swift.checkpoint import set_aside
 from swift.checkpoint.data import read_data_state
 from swift.config import save_config
 from swift.config.commands import SftConfig
-from swift.config.training import EvalConfig
 from swift.core.errors import CheckpointError
 from swift.core.files import human_bytes
-from swift.data.augment.rows import augmenting
-from swift.data.dataset import Prepared, TokenDataset, load_prepared, prepare_datasets
-from swift.data.encoding.encode import ChatEncoder
 from swift.data.loading.loader import Loader
-from swift.data.loading.streaming import StreamSet, open_stream
-from swift.data.loading.train_set import Place, PreparedSet, TrainSet
-from swift.data.selection import Progress
-from swift.data.sources import resolve_sources
-from swift.distributed.heartbeat import Heartbeat, Watch
+from swift.data.loading.train_set import Place
 from swift.models.adapters import load_adapter_weights, save_adapter
-from swift.models.elementwise import enable_fast_elementwise
-from swift.models.head import OutputHead, find_decoder, find_head, prove_head
-from swift.models.loading import check_context, load_model, load_tokenizer, resolve_model
-from swift.models.memory import decide_checkpointing, estimate_memory, free_memory_bytes
-from swift.models.prepare import choose_attention, compile_layers, enable_checkpointing, fix_ends, seed_everything
+from swift.models.loading import load_model
+from swift.models.prepare import seed_everything
 from swift.models.quiet import quiet_transformers
-from swift.models.trained_linear import enable_trained_linear
 from swift.models.tuners import (
     adapter_regularizer,
     adapter_step_callback,
-    apply_tuner,
     set_total_steps,
-    trainable_summary,
 )
 from swift.objectives import build_objective
-from swift.objectives.linear_cross_entropy import chunk_rows
 from swift.optim import build_optimizer, build_schedule
-from swift.training.module import TrainModule, decoder_owner
+from swift.training.data import Data, evaluation_rhythm
+from swift.training.model import Model, save_memory
+from swift.training.module import TrainModule
 from swift.training.plan import DataIdentity, build_layout, run_length
 from swift.training.saver import RunSaver
 from swift.training.session import Session, model_label
 from swift.training.strategy import DataParallel
 from swift.training.trainer import Callback, Trainer, TrainerParts
-
-# Seconds between two lines about reading data.
-PROGRESS_EVERY_S = 10.0
-
-
-@dataclass
-class Data:
-    """Tokenizer, encoding and encoded rows."""
-
-    model_path: Path
-    tokenizer: PreTrainedTokenizerBase
-    encoder: ChatEncoder
-    train: TrainSet
-    val: TokenDataset | None
-    prepared: Prepared
-
-
-@dataclass
-class Model:
-    """A model ready to train.
-
-    Attributes:
-        whole: the model with its adapters; causal_lm: the Hugging Face model inside.
-        padding_free: whether it takes examples laid end to end.
-    """
-
-    whole: nn.Module
-    causal_lm: PreTrainedModel
-    decoder: nn.Module
-    head: OutputHead
-    padding_free: bool
-    trainable: dict[str, Any]
-
-
-def build_data(config: SftConfig, session: Session) -> Data:
-    """Resolve the model's folder, load its tokenizer, encode the rows (once per node; other ranks map the result)."""
-    group = session.group
-
-    def begin() -> Path:
-        _pulse(session).unlink(missing_ok=True)  # left by a process that was killed: who waits would call this one dead
-        return resolve_model(config.model)
-
-    model_path = group.from_main(begin)
-    tokenizer = load_tokenizer(model_path, config.model)
-    encoder = ChatEncoder(tokenizer, config.template)
-    prepared = _prepare_once(config, session, encoder)
-    session.notes += encoder.notices
-    train = build_train_set(config, session, encoder, prepared)
-    _keep_thinking_switch(config, session, train.encoding)
-    if session.group.main and prepared.ledger.sources:
-        session.monitor.event("data", prepared.ledger.render(), ledger=prepared.ledger.summary())
-    return Data(model_path, tokenizer, encoder, train, prepared.val, prepared)
-
-
-def _keep_thinking_switch(config: SftConfig, session: Session, encoding: Mapping[str, int]) -> None:
-    """Write down how the rows were asked, if all were asked alike, so that inference asks the same way."""
-    asked = {kind: encoding.get(f"asked_{kind}", 0) for kind in ("thinking", "not_thinking")}
-    if config.template.enable_thinking is None and bool(asked["thinking"]) != bool(asked["not_thinking"]):
-        thinking = bool(asked["thinking"])
-        session.ask_thinking = thinking
-        words = "have thoughts" if thinking else "have no thoughts"
-        session.notes.append(f"all answers {words}: the checkpoint asks with enable_thinking {str(thinking).lower()}")
-
-
-def _pulse(session: Session) -> Path:
-    """Rank 0's sign of life while it prepares the data."""
-    return session.run_dir / ".preparing"
-
-
-def _prepare_once(config: SftConfig, session: Session, encoder: ChatEncoder) -> Prepared:
-    """Rank 0 reads and encodes into mapped files of the run folder, which all machines share; the other ranks wait for
-    as long as it shows signs of life, and map what it wrote."""
-    group, cache = session.group, session.run_dir / ".tokens"
-    pulse = _pulse(session)
-    mine: list[Prepared] = []
-
-    def prepare() -> str:
-        with Heartbeat(pulse) as heartbeat:
-            prepared = prepare_datasets(
-                config.data,
-                config.template,
-                encoder,
-                seed=data_seed(config),
-                run_dir=session.run_dir,
-                store=cache,
-                progress=_show_progress(session, heartbeat),
-            )
-            mine.append(prepared)
-            if group.world_size > 1:
-                prepared.save(cache)
-        return prepared.fingerprint
-
-    session.at_close.append(lambda: shutil.rmtree(cache, ignore_errors=True))  # mapped until then
-    fingerprint = group.from_main(prepare, watch=Watch(pulse, "rank 0 prepares the data").check)
-    return mine[0] if group.main else load_prepared(cache, fingerprint)
-
-
-def build_train_set(config: SftConfig, session: Session, encoder: ChatEncoder, prepared: Prepared) -> TrainSet:
-    """What is trained on: the examples that were prepared, or files that are read while training."""
-    seed = data_seed(config)
-    if not config.data.streaming:
-        return PreparedSet(
-            prepared.train, prepared.parts, config.data, seed, prepared.difficulty, prepared.ledger.encoding
-        )
-    sources, held_out = resolve_sources(config.data)
-    augmented = augmenting(encoder, config.data, seed=seed, train=sources, validation=held_out)
-    saved = None
-    if session.resumed is not None and session.continues:
-        saved = read_data_state(session.resumed.path).get("facts")
-
-    def look(facts: dict[str, Any] | None, *, from_main: bool = False) -> StreamSet:
-        settings = (sources, config.data, config.template, augmented)
-        return open_stream(*settings, seed=seed, saved=facts, from_main=from_main)
-
-    found = session.group.from_main(lambda: look(saved).saved_facts())
-    train = look(found, from_main=True)
-    train.ledger_path = session.run_dir / "ledger.jsonl" if session.group.main else None
-    return train
-
-
-def _show_progress(session: Session, heartbeat: Heartbeat) -> Callable[[Progress], None]:
-    """A line now and then while rows are read, with the time left."""
-    said_s = 0.0
-
-    def show(progress: Progress) -> None:
-        nonlocal said_s
-        heartbeat.say(f"{100 * progress.share:.0f} % read, {progress.rows:,} rows")
-        if progress.seconds - said_s < PROGRESS_EVERY_S or not progress.share:
-            return
-        said_s = progress.seconds
-        left_s = progress.seconds * (1 - progress.share) / progress.share
-        words = f"reading data: {100 * progress.share:.0f} %, {progress.rows:,} rows, about {left_s:.0f} s left"
-        session.monitor.event("progress", words)
-
-    return show
-
-
-def evaluation_rhythm(config: SftConfig, val: TokenDataset | None) -> EvalConfig:
-    """When to evaluate: as asked, else whenever a checkpoint is due, else once at the end; never without rows."""
-    if val is None:
-        return replace(config.eval, eval_strategy="no")
-    if config.eval.eval_strategy is None and config.checkpoint.save_strategy == "no":
-        return replace(config.eval, eval_strategy="steps", eval_steps=config.eval.eval_steps)  # no steps: at the end
-    return replace(
-        config.eval,
-        eval_strategy=config.eval.eval_strategy or config.checkpoint.save_strategy,
-        eval_steps=config.eval.eval_steps or config.checkpoint.save_steps,
-    )
-
-
-def data_seed(config: SftConfig) -> int:
-    """Seed of sampling, splitting and order."""
-    return config.training.seed if config.data.data_seed is None else config.data.data_seed
-
-
-def build_model(config: SftConfig, session: Session, data: Data) -> Model:
-    """Load, adapt, and choose how it attends; prove that head and attention mean what the model means."""
-    dtype = torch.float32 if config.tuner.tuner_type == "full" else session.precision.compute
-    causal_lm = load_model(
-        data.model_path, config.model, dtype=dtype, device=session.device.torch_device, tokenizer=data.tokenizer
-    )
-    decoder, head = find_decoder(causal_lm), find_head(causal_lm)
-    prove_head(causal_lm, decoder, head)
-    padding_free, notes = choose_attention(
-        causal_lm,
-        config.model.attn_impl,
-        padding_free=config.batching.padding_free,
-        packing=config.batching.packing,
-        autocast=session.precision.autocast,
-    )
-    session.notes += notes
-    beyond = check_context(causal_lm.config, data.train.longest)
-    session.notes += [beyond] if beyond else []
-    fix_ends(causal_lm, data.encoder.stop_token_ids())
-    seed_everything(config.training.seed)  # adapters start from the same numbers whatever was drawn before
-    whole = apply_tuner(causal_lm, config.tuner, adapters=config.model.adapters)
-    enable_fast_elementwise(whole)
-    if whole is causal_lm:
-        enable_trained_linear(decoder)
-    for parameter in whole.parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
-            parameter.data = parameter.data.float()
-    head = find_head(decoder_owner(whole))
-    return Model(whole, decoder_owner(whole), decoder, head, padding_free, trainable_summary(whole))
 
 
 def build_trainer(config: SftConfig, session: Session, data: Data, model: Model) -> Trainer:
@@ -259,7 +59,7 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
         batching.dataloader_prefetch_factor,
     )
     loader = data.train.loader(layout, place, position.get("facts"))
-    _save_memory(config, session, data, model, loader)
+    save_memory(config, session, model, loader)
     objective = build_objective(config.objective)
     module = TrainModule(
         model.whole,
@@ -337,29 +137,6 @@ class AfterStep(Callback):
     def after_phase(self, trainer: Trainer, phase: str) -> None:
         if phase == "step" and trainer.stepped:
             self.run(trainer.state.step + 1)
-
-
-def _save_memory(config: SftConfig, session: Session, data: Data, model: Model, loader: Loader) -> None:
-    """Decide on recompute from an estimate; compile if asked to."""
-    estimate = estimate_memory(
-        model.whole,
-        model.causal_lm.config,
-        tokens=loader.largest_micro_batch,
-        dtype=session.precision.compute,
-        logits_rows=chunk_rows(model.causal_lm.config.get_text_config().vocab_size, config.objective.loss_chunk_size),
-    )
-    on, words = decide_checkpointing(
-        config.training.gradient_checkpointing,
-        estimate,
-        free_memory_bytes(session.device),
-        processes=session.group.world_size if session.device.type == "cpu" else 1,
-    )
-    session.notes.append(words)
-    if on:
-        enable_checkpointing(model.causal_lm)
-    if config.training.torch_compile:
-        compile_layers(model.decoder)
-        session.notes.append("the layers are compiled in the first steps, which take half a minute or more")
 
 
 def _eval_tokens(config: SftConfig) -> int:

@@ -349,15 +349,15 @@ def test_two_runs_don_t_share_a_folder(flags, tmp_path):
 
 def test_the_sign_of_life_of_a_killed_run_is_gone_before_others_wait_for_a_new_one(flags, tmp_path, monkeypatch):
     """Ranks that come first would read it, find its process dead, and give up on a rank 0 that is on its way."""
-    from swift.training import assemble
+    from swift.training import data
 
     pulse = tmp_path / "run/.preparing"
     pulse.parent.mkdir()
     pulse.write_text('{"pid": 4194299, "host": "", "beat": 3, "words": ""}')
     seen = []
-    original = assemble.load_tokenizer
+    original = data.load_tokenizer
     monkeypatch.setattr(
-        assemble, "load_tokenizer", lambda *given, **named: seen.append(pulse.exists()) or original(*given, **named)
+        data, "load_tokenizer", lambda *given, **named: seen.append(pulse.exists()) or original(*given, **named)
     )
     sft(**{**flags, "max_steps": 1, "save_strategy": "no", "output_dir": str(tmp_path / "run")})
     assert seen == [False]

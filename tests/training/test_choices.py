@@ -76,13 +76,13 @@ def test_the_estimate_grows_with_tokens_and_counts_trained_parameters():
 def test_memory_that_is_short_turns_recompute_on_and_says_so(
     tiny_model_dir, chat_rows, write_rows, tmp_path, monkeypatch, capfd
 ):
-    import swift.training.assemble as assemble
+    import swift.training.model as model
 
     data = write_rows(tmp_path / "rows.jsonl", chat_rows(8))
     flags = {**BASE, "model": str(tiny_model_dir), "dataset": [str(data)], "max_steps": 3, "lora_dropout": 0.0}
     plain = sft(**flags, output_dir=str(tmp_path / "plain"))
     assert "gradient checkpointing off" in capfd.readouterr().out
-    monkeypatch.setattr(assemble, "free_memory_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(model, "free_memory_bytes", lambda device: 1 << 20)
     short = sft(**flags, output_dir=str(tmp_path / "short"))
     assert "gradient checkpointing on" in capfd.readouterr().out
     for a, b in zip(read_log(plain.run_dir), read_log(short.run_dir), strict=True):

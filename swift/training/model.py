@@ -1,0 +1,98 @@
+"""The model side of a run whose processes hold the whole model each: load, adapt, choose how it attends, prove it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from swift.config.commands import SftConfig
+from swift.data.loading.loader import Loader
+from swift.models.elementwise import enable_fast_elementwise
+from swift.models.head import OutputHead, find_decoder, find_head, prove_head
+from swift.models.loading import check_context, load_model
+from swift.models.memory import decide_checkpointing, estimate_memory, free_memory_bytes
+from swift.models.prepare import choose_attention, compile_layers, enable_checkpointing, fix_ends, seed_everything
+from swift.models.trained_linear import enable_trained_linear
+from swift.models.tuners import (
+    apply_tuner,
+    trainable_summary,
+)
+from swift.objectives.linear_cross_entropy import chunk_rows
+from swift.training.data import Data
+from swift.training.module import decoder_owner
+from swift.training.session import Session
+
+
+@dataclass
+class Model:
+    """A model ready to train.
+
+    Attributes:
+        whole: the model with its adapters; causal_lm: the Hugging Face model inside.
+        padding_free: whether it takes examples laid end to end.
+    """
+
+    whole: nn.Module
+    causal_lm: PreTrainedModel
+    decoder: nn.Module
+    head: OutputHead
+    padding_free: bool
+    trainable: dict[str, Any]
+
+
+def build_model(config: SftConfig, session: Session, data: Data) -> Model:
+    """Load, adapt, and choose how it attends; prove that head and attention mean what the model means."""
+    dtype = torch.float32 if config.tuner.tuner_type == "full" else session.precision.compute
+    causal_lm = load_model(
+        data.model_path, config.model, dtype=dtype, device=session.device.torch_device, tokenizer=data.tokenizer
+    )
+    decoder, head = find_decoder(causal_lm), find_head(causal_lm)
+    prove_head(causal_lm, decoder, head)
+    padding_free, notes = choose_attention(
+        causal_lm,
+        config.model.attn_impl,
+        padding_free=config.batching.padding_free,
+        packing=config.batching.packing,
+        autocast=session.precision.autocast,
+    )
+    session.notes += notes
+    beyond = check_context(causal_lm.config, data.train.longest)
+    session.notes += [beyond] if beyond else []
+    fix_ends(causal_lm, data.encoder.stop_token_ids())
+    seed_everything(config.training.seed)  # adapters start from the same numbers whatever was drawn before
+    whole = apply_tuner(causal_lm, config.tuner, adapters=config.model.adapters)
+    enable_fast_elementwise(whole)
+    if whole is causal_lm:
+        enable_trained_linear(decoder)
+    for parameter in whole.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+    head = find_head(decoder_owner(whole))
+    return Model(whole, decoder_owner(whole), decoder, head, padding_free, trainable_summary(whole))
+
+
+def save_memory(config: SftConfig, session: Session, model: Model, loader: Loader) -> None:
+    """Decide on recompute from an estimate; compile if asked to."""
+    estimate = estimate_memory(
+        model.whole,
+        model.causal_lm.config,
+        tokens=loader.largest_micro_batch,
+        dtype=session.precision.compute,
+        logits_rows=chunk_rows(model.causal_lm.config.get_text_config().vocab_size, config.objective.loss_chunk_size),
+    )
+    on, words = decide_checkpointing(
+        config.training.gradient_checkpointing,
+        estimate,
+        free_memory_bytes(session.device),
+        processes=session.group.world_size if session.device.type == "cpu" else 1,
+    )
+    session.notes.append(words)
+    if on:
+        enable_checkpointing(model.causal_lm)
+    if config.training.torch_compile:
+        compile_layers(model.decoder)
+        session.notes.append("the layers are compiled in the first steps, which take half a minute or more")
