@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -52,7 +53,7 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: fl
             for rank, (process, pipe) in list(waiting.items()):
                 if pipe.poll(0.01):
                     try:
-                        good, value = pipe.recv()
+                        good, value = pickle.loads(pipe.recv_bytes())
                     except EOFError:
                         good, value = False, "ended without a result"
                     waiting.pop(rank)
@@ -92,9 +93,10 @@ def _run(pipe: Any, rank: int, world: int, port: int, function: Callable[..., An
     try:
         dist.init_process_group("gloo", rank=rank, world_size=world)
         value = function(*args)
-        pipe.send((True, value))
+        # by value: tensors in shared memory would be gone with this process before they are read
+        pipe.send_bytes(pickle.dumps((True, value)))
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
         os._exit(1)  # others may wait for this rank in a collective: they are killed
     finally:
         pipe.close()
