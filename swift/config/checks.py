@@ -15,6 +15,7 @@ from typing import Any
 
 from swift.config.curriculum import read_curriculum
 from swift.config.files import CONFIG_NAME
+from swift.config.parallel_checks import parallel_faults
 from swift.config.resolve import Problem, raise_problems
 from swift.config.saved import LATEST, MANIFEST, damage, latest_root, resume_folder
 from swift.config.schema import settings_of
@@ -147,6 +148,7 @@ class _Checker:
             yield from self.evaluation()
             yield from self.resume()
             yield from self.output()
+            yield from parallel_faults(self.values, self.fault)
         yield from self.generation()
         yield from self.merging()
 

@@ -82,4 +82,9 @@ class ParallelConfig:
     nnodes: int | None = setting(None, help="machines; default: NNODES or Slurm's, else 1")
     node_rank: int | None = setting(None, help="number of this machine; default: NODE_RANK or Slurm's")
     master_addr: str | None = setting(None, help="host of machine 0; default: MASTER_ADDR or Slurm's first host")
-    master_port: int | None = setting(None, help="port on it; default: MASTER_PORT, else 29500")
+    master_port: int | None = setting(
+        None, help="port on it; default: MASTER_PORT, else 29500, or one made of the number of Slurm's job"
+    )
+    join_timeout_s: int = setting(
+        50, help="seconds to wait for the other processes at the start; more where machines come minutes apart"
+    )

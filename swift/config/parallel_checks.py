@@ -1,0 +1,92 @@
+"""What is wrong with the settings of parallelism, seen from the settings alone.
+
+Sizes that depend on the number of processes and on the model are checked in `swift.config.degrees`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from swift.config.resolve import Problem
+
+Fault = Callable[..., Problem]  # (names, message, fix) -> the problem with its place
+
+_SHARDED_ONLY = ("fsdp_cpu_offload",)
+_ALONE = {  # DeepSpeed brings its own sharding, communication and optimizer
+    "fsdp": "none",
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "sequence_parallel_size": 1,
+    "expert_parallel_size": 1,
+}
+
+
+def parallel_faults(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
+    """The rules of parallelism.
+
+    Args:
+        values: every setting by name; those of a command without parallelism bring none.
+        fault: makes a problem of the settings' names, a message and a fix.
+    """
+    if "fsdp" not in values:
+        return
+    yield from _sharding(values, fault)
+    yield from _deepspeed(values, fault)
+    yield from _precision(values, fault)
+    yield from _launching(values, fault)
+    if values["sequence_parallel"] and values["tensor_parallel_size"] == 1 and values["parallel"] == "manual":
+        yield fault(
+            "sequence_parallel tensor_parallel_size",
+            "sequence_parallel shares tokens among tensor-parallel ranks, and tensor_parallel_size is 1",
+            "--tensor_parallel_size 2; to share long sequences: --sequence_parallel_size 2",
+        )
+
+
+def _sharding(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
+    if values["zero_stage"] not in (1, 2, 3):
+        yield fault("zero_stage", f"zero_stage is 1, 2 or 3, not {values['zero_stage']}", "3 shards the most")
+    if values["fsdp"] == "none" and values["parallel"] == "manual":
+        for name in _SHARDED_ONLY:
+            if values[name]:
+                yield fault(f"{name} fsdp", f"{name} needs fsdp, and fsdp is none", "--fsdp fsdp2")
+
+
+def _deepspeed(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
+    if not values["deepspeed"]:
+        return
+    for name, off in _ALONE.items():
+        if values[name] != off:
+            yield fault(
+                f"{name} deepspeed",
+                f"deepspeed and {name} {values[name]} exclude each other: DeepSpeed shards by itself",
+                "leave deepspeed out: --fsdp fsdp2 shards as zero3 does and goes with the other axes",
+            )
+    if values["parallel"] == "auto":
+        yield fault("parallel deepspeed", "parallel auto chooses among our own axes, not DeepSpeed", "leave one out")
+
+
+def _precision(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
+    if values.get("torch_dtype") != "float16":
+        return
+    for name, off in _ALONE.items():
+        if values[name] != off:
+            yield fault(
+                f"torch_dtype {name}",
+                f"float16 needs a loss scale that all ranks agree on, which {name} {values[name]} doesn't have",
+                "--torch_dtype bfloat16",
+            )
+            return
+
+
+def _launching(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
+    nodes, node, port = values["nnodes"], values["node_rank"], values["master_port"]
+    if nodes is not None and nodes < 1:
+        yield fault("nnodes", f"nnodes must be at least 1, not {nodes}")
+    elif node is not None and (node < 0 or (nodes is not None and node >= nodes)):
+        last = f" to {nodes - 1}" if nodes is not None else ""
+        yield fault("node_rank nnodes", f"machines are numbered from 0{last}, and node_rank is {node}")
+    if port is not None and not 0 < port < 65536:
+        yield fault("master_port", f"master_port {port} is not a port", "from 1024 to 65535, such as 29500")
+    if values["join_timeout_s"] <= 0:
+        yield fault("join_timeout_s", f"join_timeout_s must be above 0, not {values['join_timeout_s']}", "such as 50")
