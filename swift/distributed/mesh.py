@@ -115,6 +115,9 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
         for name, mesh in meshes.items()
         if mesh.size() > 1
     }
-    replicas = ("dp_replicate",) if degrees.dp_replicate > 1 else ()
-    submeshes = {"fsdp": grid[(*replicas, "fsdp")], "efsdp": experts[(*replicas, "efsdp")], "experts": experts}
+    shards, replicated = {"fsdp": views["fsdp"], "efsdp": experts["efsdp"]}, degrees.dp_replicate > 1
+    if replicated:  # a flattened view can't be sliced from its root together with another axis
+        shards["fsdp"] = DeviceMesh._concatenate([grid["dp_replicate"], views["fsdp"]])
+        shards["efsdp"] = experts[("dp_replicate", "efsdp")]
+    submeshes = shards | {"experts": experts}
     return Mesh(degrees, grid, axes, submeshes)
