@@ -126,6 +126,30 @@ def all_to_all(tensor: torch.Tensor, axis: Axis, split_dim: int, join_dim: int) 
     return torch.cat(received.unbind(0), join_dim)
 
 
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, axis: Axis, sent: list[int], received: list[int]) -> torch.Tensor:
+        ctx.settings = axis, received, sent
+        return all_to_all_rows(rows, axis, sent, received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        return all_to_all_rows(grad, *ctx.settings), None, None, None
+
+
+def all_to_all_rows(rows: torch.Tensor, axis: Axis, sent: list[int], received: list[int]) -> torch.Tensor:
+    """Give rank r the next `sent[r]` rows, and join the `received[r]` rows that rank r gives; counted; without a
+    gradient. No count need equal another; all may be 0."""
+    if not axis:
+        return rows
+    result = rows.new_empty(sum(received), *rows.shape[1:])
+    away = sum(sent) - sent[axis.rank]
+    TRAFFIC.count(axis.name, "all_to_all", away * rows[:1].numel() * rows.element_size())
+    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=axis.group)
+    return result
+
+
 def sum_backward(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """A replicated tensor that each rank uses for its own share: gradients are added up. Entry of a parallel region."""
     return _SumBackward.apply(tensor, axis) if axis else tensor
@@ -158,3 +182,9 @@ def scatter(tensor: torch.Tensor, axis: Axis, dim: int, *, partial: bool) -> tor
 def exchange(tensor: torch.Tensor, axis: Axis, *, split_dim: int, join_dim: int) -> torch.Tensor:
     """All-to-all: from shares along `join_dim` to shares along `split_dim`; its gradient goes the other way."""
     return _Exchange.apply(tensor, axis, split_dim, join_dim) if axis else tensor
+
+
+def exchange_rows(rows: torch.Tensor, axis: Axis, sent: list[int], received: list[int]) -> torch.Tensor:
+    """All-to-all of rows in uneven parts: `sent[r]` of them, in order, to rank r, and `received[r]` from it; gradients
+    go back the same ways."""
+    return _ExchangeRows.apply(rows, axis, sent, received) if axis else rows

@@ -7,6 +7,7 @@ all tokens; the head only where a token is predicted.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from swift.data.loading.loader import Batch
 from swift.models.attention import segment_arguments
 from swift.models.head import OutputHead
+from swift.models.router import RouterLoss, Routing
 from swift.objectives import LossTerms
 
 Objective = Callable[[torch.Tensor, OutputHead, Batch], LossTerms]
@@ -30,6 +32,7 @@ class TrainModule(nn.Module):
         model: the whole model, adapters included; its parameters are the module's.
         decoder: the part of it that ends in hidden states; `head`: how they become logits.
         objective: what is minimised when training; `evaluation`: what is measured when not.
+        router_loss: what is minimised besides, if the experts' load is to be balanced.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class TrainModule(nn.Module):
         objective: Objective,
         evaluation: Objective,
         neftune_alpha: float | None = None,
+        router_loss: RouterLoss | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -48,6 +52,7 @@ class TrainModule(nn.Module):
         self._head = head
         self._objective = objective
         self._evaluation = evaluation
+        self.router_loss = router_loss
         self._lengths: torch.Tensor | None = None
         causal_lm = decoder_owner(model)
         config = causal_lm.config.get_text_config()
@@ -66,12 +71,20 @@ class TrainModule(nn.Module):
         else:
             arguments["attention_mask"] = batch.attention_mask
             self._lengths = batch.attention_mask.sum(1) if batch.attention_mask is not None else None
-        hidden = self._decoder[0](
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **arguments
-        ).last_hidden_state
+        router_loss = self.router_loss if self.training else None
+        recording: AbstractContextManager[list[Routing]] = nullcontext([])
+        if router_loss is not None:
+            recording = router_loss.recording()
+        with recording as routings:
+            hidden = self._decoder[0](
+                input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **arguments
+            ).last_hidden_state
         predicting = hidden.flatten(0, 1)[batch.target_index]
         objective = self._objective if self.training else self._evaluation
-        return objective(predicting, self._head, batch)
+        terms = objective(predicting, self._head, batch)
+        if router_loss is not None:
+            add_router_loss(terms, router_loss, routings, batch)
+        return terms
 
     def _add_neftune(self, embedding: nn.Module, alpha: float) -> None:
         """Uniform noise of magnitude alpha / sqrt(length * width) on embeddings (NEFTune, arXiv 2310.05914, alg. 1).
@@ -92,6 +105,28 @@ class TrainModule(nn.Module):
             return output + torch.empty_like(output).uniform_(-1, 1) * magnitude
 
         embedding.register_forward_hook(add_noise)
+
+
+def add_router_loss(terms: LossTerms, router_loss: RouterLoss, routings: list[Routing], batch: Batch) -> None:
+    """Let the auxiliary loss take part in the gradient of `terms`; the loss that is shown stays the objective's.
+
+    The step minimises (sum over micro-batches m of w_m (loss_m + coefficient * auxiliary loss_m)) / (sum of w_m), w_m
+    being the target weight of micro-batch m on all ranks.
+    """
+    term = router_loss.term(routings, real_tokens(batch), batch.weight)
+    terms.loss_sum = terms.loss_sum + (term.loss_sum - term.loss_sum.detach()).to(terms.loss_sum.dtype)
+    terms.sums["router_aux_loss"] = term.value * batch.weight
+    terms.counts["router_aux_loss"] = batch.weight
+
+
+def real_tokens(batch: Batch) -> torch.Tensor | None:
+    """Bool, which tokens are no padding, shaped as the batch's ids; None if all are real.
+
+    A row of segments may carry an `attention_mask` too, where it ends in padding: attention goes by the borders.
+    """
+    if not batch.num_tokens:  # there for the step's collectives only
+        return torch.zeros_like(batch.input_ids, dtype=torch.bool)
+    return batch.attention_mask
 
 
 def decoder_owner(model: nn.Module) -> PreTrainedModel:
