@@ -113,7 +113,6 @@ RULES: dict[str, Rule] = {
         "loss_type", "cross-entropy is the loss of sft; --enable_dft_loss true weighs it", ("cross_entropy", *OFF)
     ),
     **_later("enable_channel_loss", "train the channels in separate runs to see their losses"),
-    **_later("router_aux_loss_coef", "leave it out: no auxiliary loss is added", ("0", "0.0", *OFF)),
     **_later(
         "predict_with_generate eval_use_evalscope metric acc_strategy eval_metric",
         "evaluation reports the loss; `swift infer --val_dataset` writes answers",

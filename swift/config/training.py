@@ -50,6 +50,11 @@ class ObjectiveConfig:
     label_smoothing_factor: float = setting(0.0, help="label smoothing", aliases=("label_smoothing",))
     enable_dft_loss: bool = setting(False, help="DFT: each token's loss times its own probability")
     neftune_noise_alpha: float | None = setting(None, help="NEFTune: noise on the embeddings while training")
+    router_aux_loss_coef: float = setting(
+        0.0,
+        help="weight of the loss that balances the load of a mixture's experts, over all ranks; 0: off",
+        aliases=("moe_aux_loss_coeff",),
+    )
     loss_chunk_size: int = setting(
         0, help="trained tokens per chunk of the cross-entropy; 0: chosen from the vocabulary"
     )

@@ -170,6 +170,11 @@ class RouterLoss:
         return catch
 
 
+def build_router_loss(causal_lm: PreTrainedModel, coefficient: float, mesh: Mesh | None = None) -> RouterLoss | None:
+    """The loss that `--router_aux_loss_coef` asks for; None for 0."""
+    return RouterLoss(causal_lm, coefficient, mesh) if coefficient else None
+
+
 class _Carry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
