@@ -8,7 +8,7 @@ without a DTensor rule for each operation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,27 +50,41 @@ def expose_local(module: nn.Module) -> None:
     """Whenever `module` runs, its DTensor parameters, and those of all modules in it, are seen as local tensors.
 
     Whatever reads `some_module.weight` meanwhile gets the local tensor: an instance's own attribute goes before a
-    registered parameter. The parameters stay registered, so names, optimizers and `fully_shard` don't notice.
+    registered parameter. The parameters stay registered, so names, optimizers and `fully_shard` don't notice. A module
+    inside may be exposed as well; each puts back only what it has shown.
     """
     if getattr(module, "_exposes_local", False):
         return
     module._exposes_local = True  # type: ignore[assignment]
-    module.register_forward_pre_hook(_show_local)
+    module.register_forward_pre_hook(_show_local, prepend=True)
     module.register_forward_hook(_hide_local, always_call=True)
 
 
+def view_local(module: nn.Module, name: str, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Have `expose_local` show `view(local tensor)` for the parameter `name` of `module`: a part of it, or nothing of
+    it on this rank. It must be differentiable."""
+    module.__dict__.setdefault("_local_views", {})[name] = view
+
+
 def _show_local(module: nn.Module, _: Any) -> None:
+    shown: list[tuple[nn.Module, str]] = []
     for part in module.modules():
+        views = part.__dict__.get("_local_views", {})
         for name, parameter in part._parameters.items():
-            if isinstance(parameter, DTensor):
-                part.__dict__[name] = parameter.to_local()
+            if name in part.__dict__ or not (isinstance(parameter, DTensor) or name in views):
+                continue
+            assert parameter is not None
+            local = local_tensor(parameter)
+            part.__dict__[name] = views[name](local) if name in views else local
+            shown.append((part, name))
+    module.__dict__.setdefault("_shown_local", []).append(shown)
 
 
 def _hide_local(module: nn.Module, *_: Any) -> None:
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if isinstance(parameter, DTensor):
-                part.__dict__.pop(name, None)
+    if not module.__dict__.get("_shown_local"):  # it failed before anything was shown
+        return
+    for part, name in module._shown_local.pop():  # type: ignore[operator, union-attr]
+        del part.__dict__[name]
 
 
 def finish_gradients(named: Iterable[tuple[str, nn.Parameter]], spread: Spread) -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
 from swift.core.errors import ModelError
+from swift.distributed.mesh import Axis
 
 
 @dataclass
@@ -24,11 +26,14 @@ class OutputHead:
         module: the head itself; called as it is unless it is a plain `nn.Linear`.
         scale: factor on the logits.
         softcap: cap * tanh(logits / cap), or None.
+        axis: the ranks over which the vocabulary is cut, or None. Losses then come from
+            `swift.objectives.vocab_parallel`; there is no matrix of logits.
     """
 
     module: nn.Module
     scale: float = 1.0
     softcap: float | None = None
+    axis: Axis | None = None
 
     @property
     def plain(self) -> bool:
@@ -36,7 +41,17 @@ class OutputHead:
         return type(self.module) is nn.Linear and not self.module._forward_hooks
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden] -> fp32 (or fp64) [tokens, vocab]."""
+        """[tokens, hidden] -> fp32 (or fp64) [tokens, vocab].
+
+        Raises:
+            ModelError: the vocabulary is cut over ranks.
+        """
+        if self.axis:
+            raise ModelError(
+                "logits are asked for, and each rank has those of a part of the vocabulary only",
+                where="--tensor_parallel_size",
+                fix="--tensor_parallel_size 1",
+            )
         logits = self.module(hidden)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return self.transform(logits)
@@ -50,9 +65,15 @@ class OutputHead:
         return logits
 
 
-def find_head(model: PreTrainedModel) -> OutputHead:
-    """The head of a causal language model, with the scale and cap that its configuration names."""
+def find_head(model: PreTrainedModel, *, axis: Axis | None = None) -> OutputHead:
+    """The head of a causal language model, with the scale and cap that its configuration names.
+
+    Args:
+        axis: the axis `tp` of the mesh, if the head has been cut along it.
+    """
     module = model.get_output_embeddings()
+    if axis and isinstance(module, ModulesToSaveWrapper):  # trained beside an adapter
+        module = module.modules_to_save[module.active_adapters[0]] if module.active_adapters else module.original_module
     if module is None:
         raise ModelError(
             f"{type(model).__name__} has no output head to predict tokens with", fix="use a causal language model"
@@ -64,7 +85,7 @@ def find_head(model: PreTrainedModel) -> OutputHead:
     if getattr(config, "logits_scaling", None):  # Granite divides
         scale = 1.0 / float(config.logits_scaling)
     softcap = getattr(config, "final_logit_softcapping", None)
-    return OutputHead(module, scale, float(softcap) if softcap else None)
+    return OutputHead(module, scale, float(softcap) if softcap else None, axis or None)
 
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:

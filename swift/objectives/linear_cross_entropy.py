@@ -68,7 +68,7 @@ def token_loss_and_gradient(
     total = probabilities.sum(dim=1, keepdim=True)
     logsumexp = (total.log() + peak).squeeze(1)
     probabilities.div_(total)
-    sums, factor = _weighted_sums(logsumexp, target_logit, mean_logit, weights, options)
+    sums, factor = weighted_sums(logsumexp, target_logit, mean_logit, weights, options)
     gradient = probabilities
     if options.smoothing:
         gradient -= options.smoothing / gradient.shape[1]
@@ -77,14 +77,20 @@ def token_loss_and_gradient(
     return LossSums(*sums, (guess.squeeze(1) == targets).sum()), gradient
 
 
-def _weighted_sums(
+def weighted_sums(
     logsumexp: torch.Tensor,
     target_logit: torch.Tensor,
     mean_logit: torch.Tensor | None,
     weights: torch.Tensor,
     options: TokenLoss,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """(sum of losses, sum of plain ones), and the factor w * c of each token; all arguments [tokens]."""
+    """(sum of losses, sum of plain ones), and the factor w * c of each token.
+
+    Args:
+        logsumexp, target_logit, mean_logit: fp32 or fp64 [tokens], over the whole vocabulary; the mean is for label
+            smoothing, else None.
+        weights: [tokens].
+    """
     nll = logsumexp - target_logit
     loss = nll
     if mean_logit is not None:
@@ -121,7 +127,7 @@ def _stream(
         mean_logit = None
         if average is not None:
             mean_logit = (states @ average + (0.0 if bias is None else bias.mean())) * scale
-        sums, factor = _weighted_sums(summary.logsumexp, summary.target_logit, mean_logit, weights, options)
+        sums, factor = weighted_sums(summary.logsumexp, summary.target_logit, mean_logit, weights, options)
         parts.append(LossSums(*sums, (summary.guess == targets).sum()))
         gradient = summary.mean_row
         if gradient is not None:
@@ -216,13 +222,18 @@ def linear_cross_entropy(
 
     Args:
         hidden: [tokens, hidden], the states that predict.
-        head: how states become logits; a plain linear head is fused, any other is recomputed chunk by chunk.
+        head: how states become logits; a plain linear head is fused, any other is recomputed chunk by chunk; one whose
+            vocabulary is cut over ranks goes to `vocab_parallel`.
         targets: int64 [tokens]; weights: [tokens].
         chunk: tokens per chunk; 0 chooses by vocabulary size.
 
     Returns:
         `LossSums`; only `loss` carries a gradient. Reductions are fp32 (fp64 for fp64 inputs).
     """
+    if head.axis:
+        from swift.objectives.vocab_parallel import vocab_parallel_cross_entropy
+
+        return vocab_parallel_cross_entropy(hidden, head, targets, weights, options, chunk=chunk)
     if head.plain:
         module = head.module
         assert isinstance(module, torch.nn.Linear)  # what `plain` means
