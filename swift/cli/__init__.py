@@ -100,13 +100,13 @@ def _run_configured(name: str, words: list[str]) -> int:
     parsed = parse_command_line(getattr(classes, command.config), words, command=name, usage=command.usage)
     from swift.commands.precheck import precheck  # not before: help and wrong flags don't need it
 
+    if command.distributed:
+        launch.adopt(parsed.config)
     precheck(parsed.config, places=parsed.places)
     if command.distributed and not launch.inside():
-        processes = launch.processes_wanted(parsed.config)
-        if launch.nodes_wanted() > 1:
-            launch.replace_by_torchrun([name, *words], processes)
-        if processes > 1:
-            return launch.run([name, *words], processes)
+        code = launch.launch([name, *words], parsed.config)
+        if code is not None:
+            return code
     for note in parsed.notes:
         get_logger().info(note)
     return int(_command_main(command.module)(parsed.config))

@@ -1,9 +1,8 @@
-"""Several processes for one command.
+"""Several processes for one command, on this machine and together with the launchers of others.
 
-On one node we start the processes ourselves: `torch.distributed.run` costs seconds to import and turns a graceful
-stop into a failure. Over several nodes it is used, because there a rendezvous is needed. Each process gets the usual
-variables (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), so that the command can't tell
-who started it.
+We start the processes ourselves: `torch.distributed.run` costs seconds to import and turns a graceful stop into a
+failure. Each process gets the usual variables (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR,
+MASTER_PORT), so that the command can't tell who started it: this, torchrun, Slurm or MPI.
 """
 
 from __future__ import annotations
@@ -14,11 +13,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
-from swift.core.errors import UsageError
+from swift.cli.nodes import Link, Place, free_port, join
+from swift.config.nodes import LOOPBACK, adopted_variables, find_nodes
+from swift.core.interfaces import check_interfaces
 
 PROGRAM = (sys.executable, "-m", "swift.cli")
 
@@ -28,94 +29,79 @@ STOP_GRACE_S = 15.0  # after a termination request: then they are killed
 
 
 def inside() -> bool:
-    """Whether a launcher (this one or torchrun) started this process."""
+    """Whether a launcher (this one, or torchrun) started this process."""
     return "RANK" in os.environ
 
 
-def processes_wanted(config: Any) -> int:
-    """Processes on this node: the flag, else `NPROC_PER_NODE`, else 1."""
-    group = getattr(config, "training", None) or getattr(config, "infer", None)
-    flag = getattr(group, "nproc_per_node", None)
-    return flag if flag is not None else _positive("NPROC_PER_NODE", 1)
-
-
-def nodes_wanted() -> int:
-    """`NNODES`, else 1."""
-    return _positive("NNODES", 1)
-
-
-def _positive(variable: str, default: int) -> int:
-    text = os.environ.get(variable, "")
-    if not text:
-        return default
-    if not text.isdigit() or int(text) < 1:
-        raise UsageError(f"the environment variable {variable} is {text!r}", fix=f"export {variable}=2, or unset it")
-    return int(text)
-
-
-def torchrun_command(argv: Sequence[str], processes: int, env: Mapping[str, str]) -> list[str]:
-    """The command that starts this node's share of a run over several nodes.
+def adopt(config: Any) -> None:
+    """Take over the place that Slurm or MPI gave this process, where these have started all processes.
 
     Raises:
-        UsageError: if the environment doesn't say which node this is or where node 0 is.
+        UsageError: what they say doesn't fit the flags.
     """
-    missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not env.get(name)]
-    if missing:
-        raise UsageError(
-            f"NNODES={env.get('NNODES')} needs {' and '.join(missing)} in the environment",
-            fix="on every node: NNODES=2 NODE_RANK=0..1 MASTER_ADDR=<host of node 0> MASTER_PORT=29500 swift ...",
-        )
-    return [
-        sys.executable, "-m", "torch.distributed.run",
-        f"--nnodes={env['NNODES']}", f"--node_rank={env['NODE_RANK']}", f"--nproc_per_node={processes}",
-        f"--master_addr={env['MASTER_ADDR']}", f"--master_port={env.get('MASTER_PORT') or '29500'}",
-        "-m", "swift.cli", *argv,
-    ]  # fmt: skip
+    os.environ.update(adopted_variables(config, os.environ))
 
 
-def replace_by_torchrun(argv: Sequence[str], processes: int) -> NoReturn:
-    """Become torchrun."""
-    command = torchrun_command(argv, processes, os.environ)
-    sys.stdout.flush()
-    os.execvp(command[0], command)
+def launch(argv: Sequence[str], config: Any) -> int | None:
+    """Run the command in as many processes as were asked for, on this machine and with others.
+
+    Returns:
+        The exit code; None where one process on one machine was asked for, which is this one.
+
+    Raises:
+        SwiftError: the other machines can't be found.
+    """
+    nodes = find_nodes(config, os.environ)
+    if nodes.count > 1:
+        check_interfaces()
+        return run(argv, nodes.processes, link=join(nodes))
+    return run(argv, nodes.processes) if nodes.processes > 1 else None
 
 
-def run(argv: Sequence[str], processes: int, *, program: Sequence[str] = PROGRAM) -> int:
+def run(argv: Sequence[str], processes: int, *, link: Link | None = None, program: Sequence[str] = PROGRAM) -> int:
     """Run `program argv` in `processes` processes and wait for all.
 
     The first SIGINT or SIGTERM goes to every process once (they finish their step, save and exit); the second kills
     them. If one fails, the others get a short grace and are then terminated. If this process dies, Linux terminates
     them.
 
+    Args:
+        link: to the launchers of the other machines; a failure there ends the processes here too.
+
     Returns:
         0 if every process returned 0, else the highest exit code among those that ended by themselves (a process
         killed by a signal counts as 1); 130 after a second request to stop.
     """
-    return _Group(argv, processes, program).wait()
+    return _Group(argv, processes, link, program).wait()
 
 
 class _Group:
-    """The processes of one node."""
+    """The processes of one machine."""
 
-    def __init__(self, argv: Sequence[str], processes: int, program: Sequence[str]) -> None:
+    def __init__(self, argv: Sequence[str], processes: int, link: Link | None, program: Sequence[str]) -> None:
+        self.link = link
+        self.elsewhere = False  # whether another machine has failed
+        self.told = False  # whether the other machines know of a failure here
         self.requests = 0  # signals received
         self.ended_by_us: set[int] = set()
         self.first_failure_s: float | None = None
         self.stop_deadline_s: float | None = None
         self.children: list[subprocess.Popen[bytes]] = []
         self.previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        port = os.environ.get("MASTER_PORT") or str(_free_port())
+        place = link.place if link is not None else _alone(processes)
+        self.first_rank = place.first_rank
         threads = max(1, (os.cpu_count() or 1) // processes)
         for rank in range(processes):
             env = {
                 "OMP_NUM_THREADS": str(threads),
                 **os.environ,
-                "RANK": str(rank),
+                "RANK": str(place.first_rank + rank),
                 "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(processes),
+                "WORLD_SIZE": str(place.world_size),
                 "LOCAL_WORLD_SIZE": str(processes),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
+                "GROUP_RANK": str(place.node),
+                "MASTER_ADDR": place.master_addr,
+                "MASTER_PORT": str(place.store_port),
             }
             child = subprocess.Popen(
                 [*program, *argv],
@@ -131,10 +117,14 @@ class _Group:
     def wait(self) -> int:
         try:
             while None in [child.poll() for child in self.children]:  # a list: every one is polled
+                self._watch_others()
                 self._end_stragglers(time.monotonic())
                 time.sleep(POLL_S)
+            self._finish_together()
         finally:
             self._kill()
+            if self.link is not None:
+                self.link.close()
             for number, handler in self.previous.items():
                 signal.signal(number, handler)
         return self._exit_code()
@@ -145,6 +135,30 @@ class _Group:
             self._send(number)
         else:
             self._kill()
+
+    def _watch_others(self) -> None:
+        """Notice failures on other machines, and tell them of those here."""
+        if self.link is None:
+            return
+        for text in self.link.poll():
+            self._failed_elsewhere(text)
+        if not self.elsewhere and not self.told:
+            for number, child in enumerate(self.children):
+                if child.returncode and child.pid not in self.ended_by_us:
+                    self.told = True
+                    self.link.tell(f"rank {self.first_rank + number} on {socket.gethostname()} {_ended(child)}")
+
+    def _failed_elsewhere(self, text: str) -> None:
+        self.elsewhere = True
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        if self.first_failure_s is None:
+            self.first_failure_s = time.monotonic()
+
+    def _finish_together(self) -> None:
+        self._watch_others()
+        if self.link is not None:
+            for text in self.link.finish():
+                self._failed_elsewhere(text)
 
     def _end_stragglers(self, now_s: float) -> None:
         """After a failure, end the processes that would wait for the failed one for ever."""
@@ -175,23 +189,27 @@ class _Group:
     def _exit_code(self) -> int:
         if self.requests > 1:
             return 130
-        codes = []
-        for rank, child in enumerate(self.children):
+        codes = [1] if self.elsewhere else []
+        for number, child in enumerate(self.children):
             code = child.returncode
             if child.pid in self.ended_by_us:
                 codes.append(0 if self.first_failure_s is not None else 1)
             elif code < 0:
-                print(f"error: rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+                print(f"error: rank {self.first_rank + number} {_ended(child)}", file=sys.stderr)
                 codes.append(1)
             else:
                 codes.append(code)
         return max(codes, default=0)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _ended(child: subprocess.Popen[bytes]) -> str:
+    code = child.returncode
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed (exit code {code})"
+
+
+def _alone(processes: int) -> Place:
+    """The place of a machine that has no others."""
+    return Place(0, processes, LOOPBACK, int(os.environ.get("MASTER_PORT") or free_port()), 0)
 
 
 def _die_with_parent(parent: int) -> Any:

@@ -6,6 +6,7 @@ that a user sees all faults at once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 from swift.config.checks import find_problems
 from swift.config.commands import MergeLoraConfig
 from swift.config.data import DataConfig, RowsConfig
+from swift.config.degrees import degree_problems, read_model_shape
+from swift.config.nodes import find_nodes, world_size_expected
 from swift.config.resolve import Problem, raise_problems
 from swift.core.errors import SwiftError, nearest
 from swift.core.network import follow_flags
@@ -42,7 +45,39 @@ def precheck(config: Any, *, places: Mapping[str, str] | None = None) -> None:
         problems += _raised(where, "model", check_model_source, config.model)
     if hasattr(config, "data"):
         problems += _data_faults(where, config.data)
+    if "RANK" not in os.environ and (hasattr(config, "training") or hasattr(config, "infer")):
+        problems += _raised(where, "nnodes", partial(find_nodes, environ=os.environ), config)
+    if hasattr(config, "parallelism") and not problems:
+        problems += _size_faults(where, config)
     raise_problems(problems, subject="the request")
+
+
+def _size_faults(places: Mapping[str, str], config: Any) -> list[Problem]:
+    """What is impossible about the sizes of parallelism, as far as model and number of processes are known.
+
+    A hub's model is known once it is downloaded. Launchers of several machines don't know how many processes the others
+    start: the processes themselves do, and come here too.
+    """
+    if config.parallelism.parallel == "auto" or ("RANK" not in os.environ and find_nodes(config, os.environ).count > 1):
+        return []
+    folder = Path(config.model.model or "").expanduser()
+    shape = None
+    if config.model.model and (folder / "config.json").is_file():
+        try:
+            shape = read_model_shape(folder)
+        except SwiftError:  # a model without layers or heads in its config.json: only what needs none is checked
+            shape = None
+    world_size = world_size_expected(config, os.environ)
+    return [
+        Problem(problem.message, _places(places, problem.where), problem.fix)
+        for problem in degree_problems(config.parallelism, world_size, shape)
+    ]
+
+
+def _places(places: Mapping[str, str], where: str | None) -> str | None:
+    """The flags' places in a file, for those that came from one."""
+    names = [name.removeprefix("--") for name in (where or "").split(" and ")]
+    return " and ".join(places.get(name, f"--{name}") for name in names)
 
 
 def _data_faults(places: Mapping[str, str], data: RowsConfig) -> list[Problem]:
