@@ -10,22 +10,25 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from swift.core.errors import SwiftError
+from swift.core.errors import SwiftError, first_line
+from swift.core.interfaces import interface_towards
 from swift.core.logging import local_rank, rank, world_size
+from swift.distributed.handshake import JOIN_TIMEOUT_S, Member, describe_self, meet, reach_store
 from swift.distributed.mesh import Axis
 
 T = TypeVar("T")
 
 _TIMEOUT = timedelta(minutes=30)
 _WATCH_EVERY_S = 1.0
+_joins = itertools.count()  # of start_process_group; the store may outlive a group
 _calls = itertools.count()  # of from_main; equal on all ranks, since all make the same calls
 
 
@@ -36,6 +39,7 @@ class ProcessGroup:
     Attributes:
         rank: number of this process, from 0; world_size: number of processes.
         local_rank: number within this node.
+        members: what every process said of itself when they met; empty for one process or a part of them.
         handle: the group in torch's terms; None for all processes.
     """
 
@@ -43,6 +47,7 @@ class ProcessGroup:
     world_size: int
     local_rank: int
     handle: Any = None
+    members: tuple[Member, ...] = ()
 
     @property
     def main(self) -> bool:
@@ -135,24 +140,69 @@ def _portable(error: BaseException) -> BaseException:
     return SwiftError(f"{type(error).__name__}: {error}", where="rank 0")
 
 
-def start_process_group(device_type: str, *, timeout: timedelta = _TIMEOUT) -> ProcessGroup:
+def start_process_group(
+    device_type: str,
+    *,
+    timeout: timedelta = _TIMEOUT,
+    join_timeout_s: float = JOIN_TIMEOUT_S,
+    settings: Mapping[str, Any] | None = None,
+) -> ProcessGroup:
     """Join the group that the launcher's environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
     Args:
         device_type: `cuda` communicates by NCCL, anything else by gloo.
         timeout: how long a collective may wait for the slowest rank; `from_main` is not bound by it.
+        join_timeout_s: how long to wait until all ranks are there.
+        settings: what must be the same on every rank, by name.
+
+    Raises:
+        SwiftError: ranks are missing, can't be reached, or differ in settings or versions; on every rank.
     """
     group = ProcessGroup(rank(), world_size(), local_rank())
-    if group.world_size > 1 and not dist.is_initialized():
-        if device_type == "cuda":
-            torch.cuda.set_device(group.local_rank)
-        else:
-            _choose_gloo_interface()
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timeout)
-    return group
+    if group.world_size == 1 or dist.is_initialized():
+        return group
+    if device_type == "cuda":
+        torch.cuda.set_device(group.local_rank)
+    else:
+        _choose_gloo_interface()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"join/{attempt}/{next(_joins)}", reach_store(join_timeout_s))
+    shared = settings or {}
+    own = describe_self(device_type, shared)
+    members = meet(store, own, shared, join_timeout_s)
+    try:
+        dist.init_process_group(
+            "nccl" if device_type == "cuda" else "gloo",
+            store=store,
+            rank=group.rank,
+            world_size=group.world_size,
+            timeout=timedelta(seconds=join_timeout_s),
+        )
+    except RuntimeError as error:
+        raise SwiftError(
+            f"rank {group.rank} ({own.host}) can't be connected with the others: {first_line(error)}",
+            where=f"{own.address or 'the address of the host name'}, port chosen by the system",
+            fix="set GLOO_SOCKET_IFNAME (GPUs: NCCL_SOCKET_IFNAME) to the interface on which the machines see each "
+            "other, and let the firewall pass all ports between them",
+        ) from error
+    dist.distributed_c10d._set_pg_timeout(timeout)
+    return replace(group, members=members)
 
 
 def _choose_gloo_interface() -> None:
-    """Within one machine, the loopback interface: the name of the host need not resolve. `lo` is Linux's name."""
-    if sys.platform == "linux" and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    """The one over which the others are reached: gloo would look up the host's name, which often means the loopback.
+
+    Within one machine it is the loopback interface; `lo` is Linux's name for it.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
+        return
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "29500")
+    alone = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", "1")
+    if alone or host in ("127.0.0.1", "localhost"):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        return
+    name = interface_towards(host, int(port))
+    if name == "lo":  # rank 0's own name may be written down as a loopback address: then the way to elsewhere
+        name = interface_towards("192.0.2.1", 9)
+    if name is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = name

@@ -12,11 +12,13 @@ import torch
 from swift.checkpoint import Checkpoint, RunLock, RunState, clear, find_checkpoint, list_checkpoints, remove_unfinished
 from swift.config.commands import PtConfig, SftConfig
 from swift.config.degrees import Degrees
+from swift.config.files import to_flat
 from swift.core.devices import Device, detect_device
 from swift.core.errors import UsageError
 from swift.core.files import disk_errors
 from swift.core.logging import local_rank
 from swift.distributed import ProcessGroup, start_process_group
+from swift.distributed.handshake import shared_settings
 from swift.distributed.mesh import Mesh, build_mesh
 from swift.distributed.shared import check_shared_folder
 from swift.models.prepare import seed_everything
@@ -78,7 +80,11 @@ def start_session(config: SftConfig) -> Session:
     """Join the process group, choose device and precision, find what to resume, make the run folder."""
     device = detect_device(local_rank())
     precision, notes = choose_precision(config.model.torch_dtype, device)
-    group = start_process_group(device.type)
+    group = start_process_group(
+        device.type,
+        join_timeout_s=config.parallelism.join_timeout_s,
+        settings=shared_settings(to_flat(config)),
+    )
     if config.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
