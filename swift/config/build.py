@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from swift.config.deepspeed import fill_from_deepspeed
 from swift.config.files import to_flat
 from swift.config.idle import idle_notes
 from swift.config.resolve import construct, raise_problems, resolve_mapping
@@ -34,6 +35,8 @@ def build_config(cls: type[C], values: Mapping[str, Any], *, source: str = "sett
     resolved = resolve_mapping(cls, values, source)
     raise_problems(resolved.problems)
     fill_from_checkpoint(cls, resolved)
+    fill_from_deepspeed(resolved)
+    raise_problems(resolved.problems)
     config = construct(cls, resolved.values)
     for note in (*resolved.notes, *idle_notes(to_flat(config), resolved.origins)):
         get_logger().info(note)

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from swift.config.deepspeed import fill_from_deepspeed
 from swift.config.files import (
     COMMAND_LINE,
     CONFIG_SUFFIXES,
@@ -111,6 +112,8 @@ def parse_command_line(
     problems = [*split.problems, *_positional_problems(split.positionals, positionals, command), *resolved.problems]
     raise_problems(problems, subject=f"the settings of `swift {command}`")
     fill_from_checkpoint(cls, resolved)
+    fill_from_deepspeed(resolved)
+    raise_problems(resolved.problems, subject=f"the settings of `swift {command}`")
     config = construct(cls, resolved.values)
     notes = [*resolved.notes, *idle_notes(to_flat(config), resolved.origins)]
     return Parsed(config, resolved.origins, resolved.places, notes, split.positionals, file)
