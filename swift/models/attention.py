@@ -240,20 +240,33 @@ def _general_segments(
         visible = position[:, None] >= position[None, :]
         if window is not None:
             visible &= position[:, None] - position[None, :] < window
-        if softcap is None and sinks is None:
-            parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=dropout, scale=scale))
-            continue
-        wide = _lse_dtype(q.dtype)
-        scores = (q @ k.transpose(2, 3)).to(wide) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~visible, float("-inf"))
-        if sinks is not None:
-            column = sinks.to(wide).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-            scores = torch.cat([scores, column], dim=3)
-        weights = scores.softmax(3)[..., : end - start].to(v.dtype)
-        parts.append(F.dropout(weights, dropout) @ v)
+        parts.append(masked_attention(q, k, v, visible, scale, (dropout, softcap, sinks)))
     return torch.cat(parts, dim=2)
+
+
+def masked_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scale: float, options: tuple
+) -> torch.Tensor:
+    """Attention of queries to the keys that they see, all scores at once.
+
+    Args:
+        query: [1, heads, queries, head_dim]; key, value: [1, heads, keys, ...].
+        visible: bool [queries, keys].
+        options: probability of dropout, soft cap or None, sinks [heads] or None.
+    """
+    dropout, softcap, sinks = options
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, dropout_p=dropout, scale=scale)
+    wide = _lse_dtype(query.dtype)
+    scores = (query @ key.transpose(2, 3)).to(wide) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(wide).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=3)
+    weights = scores.softmax(3)[..., : key.shape[2]].to(value.dtype)
+    return F.dropout(weights, dropout) @ value
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
