@@ -10,6 +10,7 @@ from torch import nn
 from swift.config.training import OptimizerConfig
 from swift.core.errors import UsageError
 from swift.core.registry import Registry
+from swift.optim.local import LocalParameters, check_elementwise
 
 Group = dict
 Builder = Callable[[OptimizerConfig, list[Group]], torch.optim.Optimizer]
@@ -86,11 +87,24 @@ def _adafactor(config: OptimizerConfig, groups: list[Group]) -> torch.optim.Opti
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, *, tuner_type: str, lorap_lr_ratio: float | None = None
+    model: nn.Module | LocalParameters,
+    config: OptimizerConfig,
+    *,
+    tuner_type: str,
+    lorap_lr_ratio: float | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer over the model's trainable parameters. Each group keeps its peak rate under `peak_lr`."""
+    """The optimizer over the model's trainable parameters. Each group keeps its peak rate under `peak_lr`.
+
+    Args:
+        model: or this process's parts of its parameters, where they are spread over processes.
+
+    Raises:
+        UsageError: the optimizer needs whole matrices, and they are cut.
+    """
+    if isinstance(model, LocalParameters):
+        check_elementwise(config.optim, cut=model.cut)
     groups = parameter_groups(
-        model.named_parameters(),
+        model.named() if isinstance(model, LocalParameters) else model.named_parameters(),
         learning_rate=default_learning_rate(config, tuner_type),
         weight_decay=config.weight_decay,
         lora_b_ratio=lorap_lr_ratio,
