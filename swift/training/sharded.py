@@ -24,7 +24,7 @@ from swift.distributed.spread import Spread, finish_gradients
 from swift.objectives import LossTerms
 from swift.optim.local import LocalParameters
 from swift.training.precision import Precision
-from swift.training.strategy import ToLoss, step_optimizer
+from swift.training.strategy import Stepped, ToLoss, step_optimizer
 
 # starts that are a decomposition of each whole base weight
 _DECOMPOSING_STARTS = ("pissa", "olora", "mica")
@@ -107,7 +107,7 @@ class Sharded:
         self._norm = clip_gradients(self._named, self._spread, limit)
         return self._norm
 
-    def step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> Stepped:
         """Change the weights and drop the gradients.
 
         The loss scaler of fp16 looks for overflows in this rank's gradients only; the norm is the same on all ranks, so
@@ -115,9 +115,11 @@ class Sharded:
         """
         if scaler is not None and not math.isfinite(self._norm):
             scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+            stepped = Stepped(False)
         else:
-            step_optimizer(optimizer, scaler)
+            stepped = step_optimizer(optimizer, scaler)
         self._local.drop_gradients()
+        return stepped
 
 
 def check_sharded_tuner(tuner: TunerConfig, degrees: Degrees, *, fsdp: bool) -> None:
