@@ -6,7 +6,8 @@ Strict means: a weight that the checkpoint lacks is an error that names it, neve
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,24 +126,19 @@ def load_model(
     path = Path(path)
     if tokenizer is None and config.new_special_tokens:
         tokenizer = load_tokenizer(path, config)
-    model_config = _load_config(path, config)
-    check_model_type(config.model_type, model_config.model_type)
-    apply_context_settings(model_config, config)
-    try:
-        with quiet_transformers():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                str(path),
-                config=model_config,
-                dtype=dtype,
-                attn_implementation=attn_implementation,
-                local_files_only=True,
-                trust_remote_code=config.trust_remote_code,
-                output_loading_info=True,
-            )
-    except _load_exceptions() as error:
-        raise _load_error(path, "model", error) from error
+    model_config = load_configuration(path, config)
+    with load_errors(path, "model"), quiet_transformers():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(path),
+            config=model_config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            local_files_only=True,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
     model, info = loaded
-    _check_loaded(path, info)
+    check_loaded(path, info)
     if tokenizer is not None:
         grow_embeddings(model, tokenizer)
     return model.to(torch.device(device)).eval()
@@ -308,16 +304,29 @@ def _set_pad_token(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
     tokenizer.pad_token = choice
 
 
-def _load_config(path: Path, config: ModelConfig) -> PreTrainedConfig:
+def load_configuration(path: Path, config: ModelConfig) -> PreTrainedConfig:
+    """The configuration of the model in a folder, with the user's settings of context and positions in it."""
     from transformers import AutoConfig
 
     try:
         with quiet_transformers():
-            return AutoConfig.from_pretrained(
+            model_config = AutoConfig.from_pretrained(
                 str(path), local_files_only=True, trust_remote_code=config.trust_remote_code
             )
     except (ValueError, KeyError, OSError, ImportError, TypeError) as error:
         raise _load_error(path, "configuration", error) from error
+    check_model_type(config.model_type, model_config.model_type)
+    apply_context_settings(model_config, config)
+    return model_config
+
+
+@contextmanager
+def load_errors(path: Path, what: str) -> Iterator[None]:
+    """Turn whatever reading a model's files raises into a `ModelError` that names the folder."""
+    try:
+        yield
+    except _load_exceptions() as error:
+        raise _load_error(path, what, error) from error
 
 
 def _load_exceptions() -> tuple[type[Exception], ...]:
@@ -350,7 +359,7 @@ def _load_error(path: Path, what: str, error: Exception) -> ModelError:
     return ModelError(f"the {what} in {path} can't be loaded: {type(error).__name__}: {text[:400]}", fix=fix)
 
 
-def _check_loaded(path: Path, info: dict[str, Any]) -> None:
+def check_loaded(path: Path, info: dict[str, Any]) -> None:
     """Refuse a checkpoint that left parameters without a value."""
     missing = sorted(info.get("missing_keys") or ())
     mismatched = sorted(
