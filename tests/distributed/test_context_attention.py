@@ -87,6 +87,15 @@ def test_shares_attend_as_the_whole_row_does(way):
         assert not wrong, wrong
 
 
+def test_borders_that_change_in_place_are_read_again():
+    sharing = context._Sharing(Axis("ring", 2, 1), Axis("ulysses"), False)
+    borders = torch.tensor([0, 4, 8])
+    first = sharing.steps(borders, None)
+    assert sharing.steps(borders, None) is first and first != sharing.steps(borders, 2)
+    borders[1] = 6
+    assert sharing.steps(borders, None) != first
+
+
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
 
