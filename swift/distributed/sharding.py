@@ -70,6 +70,7 @@ def apply_fsdp(
     decoder = find_decoder(causal_lm)
     # a pipeline leaves layers without parameters in the places of other ranks' layers
     layers = [layer for layer in dict.fromkeys(decoder_layers(decoder)) if next(layer.parameters(), None) is not None]
+    _refuse_shared_weights(decoder, layers)
     scalars = _keep_scalars(module, spread)
     shard = partial(
         fully_shard,
@@ -81,8 +82,8 @@ def apply_fsdp(
     for experts in _expert_modules(module):
         shard(experts, mesh=spread.mesh.expert_fsdp_mesh(), reshard_after_forward=spread_out)
     mesh = spread.mesh.fsdp_mesh()
-    for part in [*_shared_modules(decoder, layers), *layers]:
-        shard(part, mesh=mesh, reshard_after_forward=spread_out)
+    for layer in layers:
+        shard(layer, mesh=mesh, reshard_after_forward=spread_out)
     shard(module, mesh=mesh, reshard_after_forward=False)  # backward begins with the head
     for part in sharded_modules(module):
         part.set_gradient_divide_factor(1.0)
@@ -230,24 +231,18 @@ def _expert_modules(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _shared_modules(decoder: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
-    """Modules that several layers call (Zamba's attention), outermost ones: each is gathered on its own.
+def _refuse_shared_weights(decoder: nn.Module, layers: list[nn.Module]) -> None:
+    """A weight belongs to one unit of sharding, which is gathered while that unit runs (Zamba's layers share some).
 
     Raises:
-        ModelError: layers share a parameter, but no module that has it.
+        ModelError: a layer has a weight that another layer has too, or that is used outside of the layers.
     """
-    uses = Counter(part for layer in layers for part in set(layer.modules()))
-    shared = [part for part in decoder.modules() if uses[part] > 1 and next(part.parameters(), None) is not None]
-    inner = {child for part in shared for child in part.modules() if child is not part}
-    outermost = [part for part in shared if part not in inner]
-    apart = {parameter for part in outermost for parameter in part.parameters()}
-    holders = Counter(p for layer in layers for p in set(layer.parameters()) if p not in apart)
-    in_layers = {part for layer in layers for part in layer.modules()}
-    rest = {p for part in decoder.modules() if part not in in_layers for p in part.parameters(recurse=False)}
-    if any(count > 1 or parameter in rest for parameter, count in holders.items()):
+    holders = Counter(parameter for layer in layers for parameter in set(layer.parameters()))
+    inside = {part for layer in layers for part in layer.modules()}
+    outside = {p for part in decoder.modules() if part not in inside for p in part.parameters(recurse=False)}
+    if any(count > 1 or parameter in outside for parameter, count in holders.items()):
         raise ModelError(
             f"{type(decoder).__name__} has weights in more than one layer: they can't be sharded layer by layer",
             where="--fsdp",
             fix="--fsdp none: every process holds the whole model",
         )
-    return outermost
