@@ -115,6 +115,13 @@ def degree_problems(
     ]
 
 
+def is_possible(
+    config: ParallelConfig, world_size: int, shape: ModelShape | None, *, ranks_per_node: int | None = None
+) -> bool:
+    """Whether `degree_problems` would find none."""
+    return next(_faults(config, world_size, shape, ranks_per_node), None) is None
+
+
 def nearest_possible(
     config: ParallelConfig, world_size: int, shape: ModelShape | None, *, ranks_per_node: int | None = None
 ) -> ParallelConfig | None:
@@ -130,7 +137,7 @@ def nearest_possible(
                     for candidate, extra in _relaxed(replace(config, **sizes)):
                         if cost + extra >= best_cost:
                             break
-                        if not any(True for _ in _faults(candidate, world_size, shape, ranks_per_node)):
+                        if is_possible(candidate, world_size, shape, ranks_per_node=ranks_per_node):
                             best, best_cost = candidate, cost + extra
                             break
     return best
@@ -192,7 +199,8 @@ def _faults(
     if shape is not None:
         yield from _tensor_faults(config.tensor_parallel_size, shape)
         yield from _context_faults(config, shape)
-        yield from _expert_faults(config, world_size // product if world_size % product == 0 else None, shape)
+        dp = world_size // product if world_size % product == 0 else None
+        yield from _expert_faults(config, dp, shape, ranks_per_node)
     yield from _pipeline_faults(config, shape)
 
 
@@ -256,7 +264,9 @@ def _context_faults(config: ParallelConfig, shape: ModelShape) -> Iterator[Fault
         yield error.message, ("sequence_parallel_size", "attention_impl"), None
 
 
-def _expert_faults(config: ParallelConfig, dp: int | None, shape: ModelShape) -> Iterator[Fault]:
+def _expert_faults(
+    config: ParallelConfig, dp: int | None, shape: ModelShape, ranks_per_node: int | None
+) -> Iterator[Fault]:
     ep = config.expert_parallel_size
     if ep == 1:
         return
@@ -266,7 +276,7 @@ def _expert_faults(config: ParallelConfig, dp: int | None, shape: ModelShape) ->
     if shape.experts % ep:
         yield f"{shape.experts} experts can't be shared by {ep} ranks", ("expert_parallel_size",), None
     if dp is not None:
-        shard = _data_parallel(config, dp, None)[1] * config.sequence_parallel_size
+        shard = _data_parallel(config, dp, ranks_per_node)[1] * config.sequence_parallel_size
         ranks = shard if config.fsdp != "none" else dp * config.sequence_parallel_size
         if shard % ep:
             yield (
