@@ -17,12 +17,13 @@ Label smoothing is Szegedy et al., arXiv 1512.00567, section 7.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from swift.models.gemm import times, times_transposed
 from swift.models.head import OutputHead
+from swift.objectives.known_gradients import with_gradients
 from swift.objectives.vocab_stream import ROWS, summarize_vocabulary
 
 
@@ -139,74 +140,67 @@ def _stream(
     return total, torch.cat(gradients) if gradients else None
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, batch, head_options):
-        targets, token_weights = batch
-        scale, softcap, options, chunk, learning = head_options
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
-        matrix = weight.to(hidden.dtype)
-        trains_head = learning and any(ctx.needs_input_grad[1:3])
-        if hidden.dtype == wide and hidden.device.type == "cpu" and softcap is None and not trains_head:
-            frozen = _Frozen(matrix, None if bias is None else bias.to(wide), scale)
-            total, gradient = _stream(
-                hidden, frozen, batch, options, chunk or ROWS, learning and ctx.needs_input_grad[0]
-            )
-            ctx.grads = [gradient, None, None]
-            ctx.mark_non_differentiable(total.nll, total.num_correct)
-            return tuple(total)
-        chunk = chunk_rows(len(weight), chunk, device_type=hidden.device.type)
-        grad_hidden = torch.empty_like(hidden) if learning and ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if learning and ctx.needs_input_grad[1] else None
-        needs_bias = learning and bias is not None and ctx.needs_input_grad[2]
-        grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
-        sums = torch.zeros(2, dtype=wide, device=hidden.device)
-        num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
-        for start in range(0, len(targets), chunk):
-            rows = slice(start, start + chunk)
-            logits = times_transposed(hidden[rows], matrix)
-            if bias is not None:
-                logits = logits + bias.to(logits.dtype)
-            logits = logits.to(wide)
-            if scale != 1.0:
-                logits = logits * scale
-            capped = None
-            if softcap is not None:
-                capped = torch.tanh(logits / softcap)
-                logits = capped * softcap
-            part, gradient = token_loss_and_gradient(logits, targets[rows], token_weights[rows], options)
-            sums += torch.stack([part.loss, part.nll])
-            num_correct += part.num_correct
-            if capped is not None:
-                gradient *= 1 - capped * capped
-            if scale != 1.0:
-                gradient *= scale
-            if grad_bias is not None:
-                grad_bias += gradient.sum(0)
-            gradient = gradient.to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[rows] = times(gradient, matrix)
-            if grad_weight is not None:
-                if gradient.dtype == wide:
-                    grad_weight.addmm_(gradient.T, hidden[rows])
-                else:
-                    grad_weight += gradient.T @ hidden[rows]
-        ctx.grads = [grad_hidden, grad_weight, grad_bias]
-        ctx.mark_non_differentiable(num_correct)
-        nll = sums[1].clone()
-        ctx.mark_non_differentiable(nll)
-        return sums[0].clone(), nll, num_correct
+_Gradients = list[torch.Tensor | None]
 
-    @staticmethod
-    def backward(ctx: Any, grad_loss, *_):
-        grads, ctx.grads = ctx.grads, None
-        # in the loss's own precision: the factor is 1 / (target tokens), and half precision would round it
-        scaled = [
-            None if grad is None else grad.to(grad_loss.dtype).mul_(grad_loss).to(dtype)
-            for grad, dtype in zip(grads, ctx.dtypes, strict=True)
-        ]
-        return (*scaled, None, None)
+
+@torch.no_grad()
+def _fused(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    settings: tuple[float, float | None, TokenLoss, int],
+    needs: list[bool],
+) -> tuple[LossSums, _Gradients]:
+    """The sums, and the gradients with respect to hidden states, weight and bias, as far as needed.
+
+    Args:
+        batch: targets and weights; settings: the head's scale and soft cap, options, tokens per chunk.
+    """
+    targets, token_weights = batch
+    scale, softcap, options, chunk = settings
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    matrix = weight.to(hidden.dtype)
+    if hidden.dtype == wide and hidden.device.type == "cpu" and softcap is None and not any(needs[1:]):
+        frozen = _Frozen(matrix, None if bias is None else bias.to(wide), scale)
+        total, gradient = _stream(hidden, frozen, batch, options, chunk or ROWS, needs[0])
+        return total, [gradient, None, None]
+    chunk = chunk_rows(len(weight), chunk, device_type=hidden.device.type)
+    grad_hidden = torch.empty_like(hidden) if needs[0] else None
+    grad_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+    grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
+    sums = torch.zeros(2, dtype=wide, device=hidden.device)
+    num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+    for start in range(0, len(targets), chunk):
+        rows = slice(start, start + chunk)
+        logits = times_transposed(hidden[rows], matrix)
+        if bias is not None:
+            logits = logits + bias.to(logits.dtype)
+        logits = logits.to(wide)
+        if scale != 1.0:
+            logits = logits * scale
+        capped = None
+        if softcap is not None:
+            capped = torch.tanh(logits / softcap)
+            logits = capped * softcap
+        part, gradient = token_loss_and_gradient(logits, targets[rows], token_weights[rows], options)
+        sums += torch.stack([part.loss, part.nll])
+        num_correct += part.num_correct
+        if capped is not None:
+            gradient *= 1 - capped * capped
+        if scale != 1.0:
+            gradient *= scale
+        if grad_bias is not None:
+            grad_bias += gradient.sum(0)
+        gradient = gradient.to(hidden.dtype)
+        if grad_hidden is not None:
+            grad_hidden[rows] = times(gradient, matrix)
+        if grad_weight is not None:
+            if gradient.dtype == wide:
+                grad_weight.addmm_(gradient.T, hidden[rows])
+            else:
+                grad_weight += gradient.T @ hidden[rows]
+    return LossSums(sums[0], sums[1], num_correct), [grad_hidden, grad_weight, grad_bias]
 
 
 def linear_cross_entropy(
@@ -237,19 +231,14 @@ def linear_cross_entropy(
     if head.plain:
         module = head.module
         assert isinstance(module, torch.nn.Linear)  # what `plain` means
-        learning = torch.is_grad_enabled()  # inside the function it never is
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+        inputs = (hidden, module.weight, module.bias)
+        needs = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in inputs]
+        settings = (head.scale, head.softcap, options, chunk)
         with torch.autocast(hidden.device.type, enabled=False):
-            return LossSums(
-                *_LinearCrossEntropy.apply(
-                    hidden,
-                    module.weight,
-                    module.bias,
-                    (targets, weights),
-                    (head.scale, head.softcap, options, chunk, learning),
-                )
-            )
+            sums, gradients = _fused(*inputs, (targets, weights), settings, needs)
+            return sums._replace(loss=with_gradients(sums.loss, inputs, gradients))
     return _recomputed_cross_entropy(hidden, head, (targets, weights), options, chunk or 1024)
 
 

@@ -9,10 +9,9 @@ formulas these are. The gradient with respect to the hidden states is a sum over
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from swift.core.errors import ModelError
 from swift.distributed.collectives import all_gather, sum_backward
@@ -20,6 +19,7 @@ from swift.distributed.mesh import Axis
 from swift.distributed.spread import local_tensor
 from swift.models.gemm import times, times_transposed
 from swift.models.head import OutputHead
+from swift.objectives.known_gradients import with_gradients
 from swift.objectives.linear_cross_entropy import LossSums, TokenLoss, chunk_rows, weighted_sums
 
 
@@ -33,7 +33,6 @@ class _Part(NamedTuple):
     softcap: float | None
     options: TokenLoss
     chunk: int
-    learning: bool
 
 
 class _Summary(NamedTuple):
@@ -73,82 +72,76 @@ def vocab_parallel_cross_entropy(
             fix="--tensor_parallel_size 1",
         )
     assert isinstance(module, torch.nn.Linear)  # what `plain` means
-    learning = torch.is_grad_enabled()
     vocab_size, rows = module.weight.shape[0], -(-module.weight.shape[0] // axis.size)
-    part = _Part(axis, axis.rank * rows, vocab_size, head.scale, head.softcap, options, chunk, learning)
+    part = _Part(axis, axis.rank * rows, vocab_size, head.scale, head.softcap, options, chunk)
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     weight, bias = local_tensor(module.weight), None if module.bias is None else local_tensor(module.bias)
     with torch.autocast(hidden.device.type, enabled=False):
         hidden = sum_backward(hidden, axis)
-        return LossSums(*_VocabParallelCrossEntropy.apply(hidden, weight, bias, (targets, weights), part))
+        inputs = (hidden, weight, bias)
+        needs = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in inputs]
+        sums, gradients = _fused(*inputs, (targets, weights), part, needs)
+        return sums._replace(loss=with_gradients(sums.loss, inputs, gradients))
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple:
-        hidden, weight, bias, (targets, token_weights), part = inputs
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        matrix = weight.to(hidden.dtype)
-        needs = [part.learning and needed for needed in ctx.needs_input_grad[:3]]
-        grad_hidden = torch.empty_like(hidden) if needs[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
-        sums = torch.zeros(2, dtype=wide, device=hidden.device)
-        num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
-        chunk = chunk_rows(len(weight), part.chunk, device_type=hidden.device.type)
-        for start in range(0, len(targets), chunk):
-            rows = slice(start, start + chunk)
-            logits = times_transposed(hidden[rows], matrix)
-            if bias is not None:
-                logits = logits + bias.to(logits.dtype)
-            logits = logits.to(wide)
-            if part.scale != 1.0:
-                logits = logits * part.scale
-            capped = None
-            if part.softcap is not None:
-                capped = torch.tanh(logits / part.softcap)
-                logits = capped * part.softcap
-            summary, inside, own = _summarize(logits, targets[rows], part)
-            mean_logit = summary.mean_logit if part.options.smoothing else None
-            chunk_sums, factor = weighted_sums(
-                summary.logsumexp, summary.target_logit, mean_logit, token_weights[rows], part.options
-            )
-            sums += torch.stack(chunk_sums)
-            num_correct += (summary.guess == targets[rows]).sum()
-            if not any(needs):
-                continue
-            gradient = logits.sub_(summary.logsumexp[:, None]).exp_()
-            if part.options.smoothing:
-                gradient -= part.options.smoothing / part.vocab_size
-            gradient.scatter_add_(1, own, (inside.to(wide) * -(1 - part.options.smoothing)))
-            gradient *= factor[:, None]
-            if capped is not None:
-                gradient *= 1 - capped * capped
-            if part.scale != 1.0:
-                gradient *= part.scale
-            if grad_bias is not None:
-                grad_bias += gradient.sum(0)
-            gradient = gradient.to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[rows] = times(gradient, matrix)
-            if grad_weight is not None:
-                grad_weight += gradient.T @ hidden[rows]
-        ctx.grads = [grad_hidden, grad_weight, grad_bias]
-        nll = sums[1].clone()
-        ctx.mark_non_differentiable(nll, num_correct)
-        return sums[0].clone(), nll, num_correct
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple:
-        grads, ctx.grads = ctx.grads, None
-        scaled = [
-            None if grad is None else grad.to(grad_loss.dtype).mul_(grad_loss).to(dtype)
-            for grad, dtype in zip(grads, ctx.dtypes, strict=True)
-        ]
-        return (*scaled, None, None)
+@torch.no_grad()
+def _fused(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    part: _Part,
+    needs: list[bool],
+) -> tuple[LossSums, list[torch.Tensor | None]]:
+    """The sums, and this rank's gradients with respect to hidden states, weight and bias, as far as needed."""
+    targets, token_weights = batch
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    matrix = weight.to(hidden.dtype)
+    grad_hidden = torch.empty_like(hidden) if needs[0] else None
+    grad_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+    grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
+    sums = torch.zeros(2, dtype=wide, device=hidden.device)
+    num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+    chunk = chunk_rows(len(weight), part.chunk, device_type=hidden.device.type)
+    for start in range(0, len(targets), chunk):
+        rows = slice(start, start + chunk)
+        logits = times_transposed(hidden[rows], matrix)
+        if bias is not None:
+            logits = logits + bias.to(logits.dtype)
+        logits = logits.to(wide)
+        if part.scale != 1.0:
+            logits = logits * part.scale
+        capped = None
+        if part.softcap is not None:
+            capped = torch.tanh(logits / part.softcap)
+            logits = capped * part.softcap
+        summary, inside, own = _summarize(logits, targets[rows], part)
+        mean_logit = summary.mean_logit if part.options.smoothing else None
+        chunk_sums, factor = weighted_sums(
+            summary.logsumexp, summary.target_logit, mean_logit, token_weights[rows], part.options
+        )
+        sums += torch.stack(chunk_sums)
+        num_correct += (summary.guess == targets[rows]).sum()
+        if not any(needs):
+            continue
+        gradient = logits.sub_(summary.logsumexp[:, None]).exp_()
+        if part.options.smoothing:
+            gradient -= part.options.smoothing / part.vocab_size
+        gradient.scatter_add_(1, own, (inside.to(wide) * -(1 - part.options.smoothing)))
+        gradient *= factor[:, None]
+        if capped is not None:
+            gradient *= 1 - capped * capped
+        if part.scale != 1.0:
+            gradient *= part.scale
+        if grad_bias is not None:
+            grad_bias += gradient.sum(0)
+        gradient = gradient.to(hidden.dtype)
+        if grad_hidden is not None:
+            grad_hidden[rows] = times(gradient, matrix)
+        if grad_weight is not None:
+            grad_weight += gradient.T @ hidden[rows]
+    return LossSums(sums[0], sums[1], num_correct), [grad_hidden, grad_weight, grad_bias]
 
 
 def _summarize(logits: torch.Tensor, targets: torch.Tensor, part: _Part) -> tuple[_Summary, torch.Tensor, torch.Tensor]:
