@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from swift.models.attention import segment_arguments
 from swift.models.head import OutputHead
 from swift.models.router import RouterLoss, Routing
 from swift.objectives import LossTerms
+from swift.training.neftune import EmbeddingNoise
 
 Objective = Callable[[torch.Tensor, OutputHead, Batch], LossTerms]
 
@@ -53,24 +53,24 @@ class TrainModule(nn.Module):
         self._objective = objective
         self._evaluation = evaluation
         self.router_loss = router_loss
-        self._lengths: torch.Tensor | None = None
         causal_lm = decoder_owner(model)
         config = causal_lm.config.get_text_config()
         self._needs_lengths = (
             getattr(config, "sliding_window", None) is not None or next(model.parameters()).device.type != "cpu"
         )
+        self._noise: EmbeddingNoise | None = None
         if neftune_alpha:
-            self._add_neftune(causal_lm.get_input_embeddings(), neftune_alpha)
+            self._noise = EmbeddingNoise(causal_lm.get_input_embeddings(), neftune_alpha)
 
     def forward(self, batch: Batch) -> LossTerms:
         """Loss terms of one micro-batch; the plain evaluation objective outside of training mode."""
         arguments: dict[str, Any] = {}
         if batch.borders is not None:
             arguments = segment_arguments(batch.borders, batch.input_ids.device, lengths=self._needs_lengths)
-            self._lengths = torch.tensor([end - start for start, end in pairwise(batch.borders)])
         else:
             arguments["attention_mask"] = batch.attention_mask
-            self._lengths = batch.attention_mask.sum(1) if batch.attention_mask is not None else None
+        if self._noise is not None:
+            self._noise.see(batch)
         router_loss = self.router_loss if self.training else None
         recording: AbstractContextManager[list[Routing]] = nullcontext([])
         if router_loss is not None:
@@ -85,26 +85,6 @@ class TrainModule(nn.Module):
         if router_loss is not None:
             add_router_loss(terms, router_loss, routings, batch)
         return terms
-
-    def _add_neftune(self, embedding: nn.Module, alpha: float) -> None:
-        """Uniform noise of magnitude alpha / sqrt(length * width) on embeddings (NEFTune, arXiv 2310.05914, alg. 1).
-
-        The length is the example's own, so neither padding nor packing changes the noise's size.
-        """
-
-        def add_noise(_: nn.Module, __: tuple, output: torch.Tensor) -> torch.Tensor:
-            if not self.training or self._lengths is None:
-                return output
-            rows, tokens, width = output.shape
-            lengths = self._lengths.to(output.device)
-            if rows == 1 and len(lengths) != 1:
-                per_token = lengths.repeat_interleave(lengths)[None, :, None]
-            else:
-                per_token = lengths[:, None, None].expand(rows, tokens, 1)
-            magnitude = alpha / torch.sqrt(per_token.to(output.dtype) * width)
-            return output + torch.empty_like(output).uniform_(-1, 1) * magnitude
-
-        embedding.register_forward_hook(add_noise)
 
 
 def add_router_loss(terms: LossTerms, router_loss: RouterLoss, routings: list[Routing], batch: Batch) -> None:
