@@ -1,0 +1,1 @@
+"""Pipelines: a model whose layers lie on several processes, and the order in which micro-batches run through them."""
