@@ -98,8 +98,7 @@ class RouterLoss:
         self._routers = find_routers(causal_lm)
         for module, index in self._routers:
             module.register_forward_hook(self._catch(index))
-        total = torch.tensor(float(len(self._routers)), device=next(causal_lm.parameters()).device)
-        self._num_layers = float(all_reduce(total, self._mesh["pp"])) if self._mesh["pp"] else len(self._routers)
+        self._num_layers = _over_stages(len(self._routers), self._mesh)
         if not self._num_layers:
             raise UsageError(f"{self._name} has no routers whose load could be balanced", where=_WHERE, fix=_FIX)
 
@@ -192,6 +191,12 @@ def carry(hidden: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     A stage of a pipeline hands activations on and no loss; this is how the loss of its routers is learnt from.
     """
     return _Carry.apply(hidden, loss)
+
+
+def _over_stages(count: int, mesh: Mesh) -> int:
+    """The sum along `pp`; every rank calls it."""
+    device = mesh.device_mesh.device_type if mesh.device_mesh is not None else "cpu"
+    return int(all_reduce(torch.tensor(count, device=device), mesh["pp"]))
 
 
 def find_routers(causal_lm: PreTrainedModel) -> list[tuple[nn.Module, int]]:

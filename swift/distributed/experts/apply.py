@@ -94,7 +94,6 @@ def apply_expert_parallel(whole: nn.Module, causal_lm: PreTrainedModel, spread: 
             where="--expert_parallel_size",
             fix="leave --expert_parallel_size out",
         )
-    _refuse_adapters(whole, set(modules))
     implementation = causal_lm.config.get_text_config()._experts_implementation or "eager"
     for module, names in modules.items():
         _cut(module, names, spread)
@@ -129,6 +128,7 @@ def _find_experts(causal_lm: PreTrainedModel) -> dict[nn.Module, list[str]]:
     """Modules of experts and their parameters that the plan cuts.
 
     Raises:
+        UsageError: an adapter sits in a module's place.
         ModelError: a module has parameters that the plan leaves whole, or doesn't go through the experts interface.
     """
     decoder = causal_lm.base_model
@@ -138,6 +138,13 @@ def _find_experts(causal_lm: PreTrainedModel) -> dict[nn.Module, list[str]]:
     for name, module in decoder.named_modules():
         if not _matches(name, patterns.get("ep_dispatch_experts", [])):
             continue
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            raise UsageError(
+                "adapters on experts can't be combined with expert parallelism",
+                where=f"--target_parameters or --modules_to_save, and --expert_parallel_size: {name}",
+                fix="leave --expert_parallel_size out (--fsdp fsdp2 shards experts and their adapters), or put the "
+                "adapters on attention: --target_modules",
+            )
         names = [own for own in _own(module) if _matches(f"{name}.{own}", patterns.get("grouped_gemm", []))]
         if not hasattr(type(module).forward, "__wrapped__") or set(names) != {n for n, _ in module.named_parameters()}:
             raise ModelError(
@@ -156,18 +163,6 @@ def _pattern(plan_name: str) -> re.Pattern[str]:
 
 def _matches(name: str, patterns: list[re.Pattern[str]]) -> bool:
     return any(pattern.fullmatch(name) for pattern in patterns)
-
-
-def _refuse_adapters(whole: nn.Module, experts: set[nn.Module]) -> None:
-    for name, module in whole.named_modules():
-        adapts = isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
-        if adapts and not experts.isdisjoint(module.modules()):
-            raise UsageError(
-                "adapters on experts can't be combined with expert parallelism",
-                where=f"--target_parameters or --modules_to_save, and --expert_parallel_size: {name}",
-                fix="leave --expert_parallel_size out (--fsdp fsdp2 shards experts and their adapters), or put the "
-                "adapters on attention: --target_modules",
-            )
 
 
 def _cut(module: nn.Module, names: list[str], spread: Spread) -> None:
