@@ -18,6 +18,8 @@ This file knows nothing of losses, optimizers or how the tensors get their value
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -89,6 +91,62 @@ def apply_fsdp(
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo can't multiply while it adds
         part.set_reduce_scatter_unused_params(True, recurse=False)  # a rank may lack gradients that others have
+    _count_traffic(module, spread)
+
+
+def _count_traffic(module: nn.Module, spread: Spread) -> None:
+    replicas = spread.mesh["dp_replicate"].size
+
+    def count_all_reduce(reduced: torch.Tensor) -> None:
+        num_bytes = 2 * (replicas - 1) / replicas * reduced.numel() * reduced.element_size()
+        TRAFFIC.count("dp_replicate", "all_reduce", num_bytes)
+
+    for unit in sharded_modules(module):
+        experts = any("ep" in cut_axes(parameter) for parameter in unit.parameters(recurse=False))
+        axis = "efsdp" if experts else "fsdp"
+        unit.set_custom_all_gather(_CountedAllGather(axis))
+        unit.set_custom_reduce_scatter(_CountedReduceScatter(axis))
+        if replicas > 1:
+            unit.set_all_reduce_hook(count_all_reduce)
+
+
+@dataclass(frozen=True)
+class _CountedAllGather:
+    """The library's all-gather, counted."""
+
+    axis: str
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        num_bytes = (group.size() - 1) * input_tensor.numel() * input_tensor.element_size()
+        TRAFFIC.count(self.axis, "all_gather", num_bytes)
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+@dataclass(frozen=True)
+class _CountedReduceScatter:
+    """The library's reduce-scatter, counted."""
+
+    axis: str
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        num_bytes = (group.size() - 1) * output_tensor.numel() * output_tensor.element_size()
+        TRAFFIC.count(self.axis, "reduce_scatter", num_bytes)
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def sharded_modules(module: nn.Module) -> list[Any]:

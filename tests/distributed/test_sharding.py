@@ -19,6 +19,7 @@ from swift.distributed.gradients import global_norm
 from swift.distributed.mesh import Mesh, build_mesh
 from swift.distributed.sharding import GradientSync, apply_fsdp, sharded_modules
 from swift.distributed.spread import Spread, finish_gradients
+from swift.distributed.traffic import TRAFFIC
 from swift.training.module import TrainModule
 
 TWO = Degrees(dp_shard=2)
@@ -200,3 +201,33 @@ def test_weights_that_other_axes_cut_are_cut_further_and_counted_once(degrees: D
     expected = math.sqrt(sum(float(p.double().square().sum()) for p in whole.parameters()))
     for norm, seen in on_ranks(degrees.world_size, with_other_cuts, degrees):
         assert norm == pytest.approx(expected, rel=1e-6) and seen == axes
+
+
+def traffic(degrees: Degrees, stage: int) -> tuple[dict, int, float]:
+    """Two micro-batches on each rank: bytes over those of all weights, gathers, and the layers' share of them."""
+    tiny = build("tied")
+    mesh = build_mesh(degrees, "cpu")
+    module, _ = shard(tiny, mesh, zero_stage=stage)
+    sync = GradientSync(module, stage)
+    num_bytes = 4 * sum(p.numel() for p in module.parameters())
+    layers = 4 * sum(p.numel() for p in tiny.decoder.layers.parameters()) / num_bytes
+    TRAFFIC.reset()
+    for last in (False, True):
+        loss = module(make_batches("padded", 1)[0]).loss_sum
+        sync.before_backward(last)
+        loss.backward()
+    sent = {key: round(value / num_bytes, 3) for key, value in TRAFFIC.bytes.items()}
+    return sent, TRAFFIC.calls["fsdp", "all_gather"], layers
+
+
+@pytest.mark.parametrize(
+    ("degrees", "stage", "reduces"),
+    [(TWO, 1, 1), (TWO, 2, 2), (TWO, 3, 2), (Degrees(dp_replicate=2, dp_shard=2), 3, 2)],
+)
+def test_bytes_on_the_wire_are_those_of_the_stage(degrees: Degrees, stage: int, reduces: int):
+    sent, gathers, layers = on_ranks(degrees.world_size, traffic, degrees, stage)[0]
+    # half of the weights each time; stage 3 gathers, for each micro-batch, all of them and then the layers again
+    assert gathers == (2 * (4 + 1 + 4) if stage == 3 else 4 + 1)
+    assert sent["fsdp", "all_gather"] == pytest.approx(2 * (1 + layers) / 2 if stage == 3 else 1 / 2, abs=0.01)
+    assert sent["fsdp", "reduce_scatter"] == reduces / 2
+    assert sent.get(("dp_replicate", "all_reduce"), 0) == (0.5 if degrees.dp_replicate > 1 else 0)  # once a step
