@@ -51,30 +51,75 @@ def save_checkpoint(
     Raises:
         CheckpointError: the file system refused; the unfinished folder is removed and earlier checkpoints are intact.
     """
+    aside = begin_checkpoint(run_dir, step, needed_bytes=needed_bytes)
+    try:
+        for write in writers:
+            write(aside)
+        return finish_checkpoint(aside)
+    except BaseException as error:
+        told = give_up_checkpoint(aside, error, needed_bytes=needed_bytes)
+        if told is error:
+            raise
+        raise told from error
+
+
+def begin_checkpoint(run_dir: Path, step: int, *, needed_bytes: int = 0) -> Path:
+    """Make the folder into which a checkpoint is written; `finish_checkpoint` or `give_up_checkpoint` must follow.
+
+    Several processes may write into it in between; one process begins and finishes.
+
+    Raises:
+        CheckpointError: there is no room, or the folder can't be made.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
     remove_unfinished(run_dir)
-    final = run_dir / f"checkpoint-{step}"
     aside = run_dir / f".checkpoint-{step}.writing"
     free = shutil.disk_usage(run_dir).free
     if needed_bytes > free:
-        raise _full_disk(final, needed_bytes, "not enough free space")
+        raise _full_disk(_unnamed(aside) or aside, needed_bytes, "not enough free space")
     try:
         aside.mkdir()
-        for write in writers:
-            write(aside)
-        manifest = {"step": step, "files": describe_files(aside)}
-        fsync_tree(aside)  # before the manifest, so that a folder with one is whole
-        (aside / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        fsync_tree(aside)
-        _put_in_place(aside, final)
-    except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        # a writer may have told it already, of the unfinished folder, which is gone
-        cause = error.__cause__ if isinstance(error, SwiftError) and error.__cause__ else error
-        if is_disk_fault(cause):
-            raise _full_disk(final, needed_bytes, cause) from error
-        raise
+    except OSError as error:
+        raise _full_disk(_unnamed(aside) or aside, needed_bytes, error) from error
+    return aside
+
+
+def finish_checkpoint(aside: Path, described: dict[str, dict[str, int]] | None = None) -> Checkpoint:
+    """Make a written folder durable and give it its name.
+
+    Args:
+        described: files that their writers have described, by path inside the folder; the others are read once more.
+
+    Raises:
+        CheckpointError: a described file isn't there as its writer left it.
+    """
+    final = _unnamed(aside)
+    assert final is not None
+    step, described = int(final.name.rpartition("-")[2]), described or {}
+    for name, entry in described.items():
+        path = aside / name
+        if not path.is_file() or path.stat().st_size != entry["bytes"]:
+            raise CheckpointError(
+                f"{name}, which another process wrote, can't be seen here",
+                where=str(aside.parent),
+                fix="choose an --output_dir on a file system that all machines share",
+            )
+    files = describe_files(aside, described)
+    fsync_tree(aside)  # before the manifest, so that a folder with one is whole
+    (aside / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1) + "\n")
+    fsync_tree(aside)
+    _put_in_place(aside, final)
     return Checkpoint(final, step)
+
+
+def give_up_checkpoint(aside: Path, error: BaseException, *, needed_bytes: int = 0) -> BaseException:
+    """Remove an unfinished folder; the error to raise, which for a full disk says what is intact."""
+    shutil.rmtree(aside, ignore_errors=True)
+    # a writer may have told it already, of the unfinished folder, which is gone
+    cause = error.__cause__ if isinstance(error, SwiftError) and error.__cause__ else error
+    if is_disk_fault(cause):
+        return _full_disk(_unnamed(aside) or aside, needed_bytes, cause)
+    return error
 
 
 def _put_in_place(aside: Path, final: Path) -> None:
@@ -100,13 +145,16 @@ def _full_disk(path: Path, needed_bytes: int, cause: object) -> SwiftError:
     return CheckpointError(refused.message, where=f"{refused.where}{kept}", fix=f"{refused.fix}{fewer}")
 
 
-def describe_files(folder: Path) -> dict[str, dict[str, int]]:
-    """Size and CRC-32 of every file below `folder`, by relative path."""
-    return {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "crc32": _crc32(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != MANIFEST
-    }
+def describe_files(folder: Path, known: dict[str, dict[str, int]] | None = None) -> dict[str, dict[str, int]]:
+    """Size and CRC-32 of every file below `folder`, by relative path; those in `known` aren't read."""
+    paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    known = known or {}
+    return {name: known.get(name) or describe_file(path) for name, path in paths.items() if path.name != MANIFEST}
+
+
+def describe_file(path: Path) -> dict[str, int]:
+    """Size and CRC-32 of a file."""
+    return {"bytes": path.stat().st_size, "crc32": _crc32(path)}
 
 
 def _crc32(path: Path) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import safe_open
@@ -260,7 +260,7 @@ def _converted(
         own = copy.deepcopy(converter)
         for pattern, found in keys.items():
             for key in found:
-                own.add_tensor(name, key, pattern, lambda key=key: load(files[key]))
+                own.add_tensor(name, key, pattern, cast(Any, lambda key=key: load(files[key])))
         made = own.convert(name, model=model, config=model.config)
         return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
 
