@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from swift.config.checks import find_problems
+from swift.config.cluster import read_cluster
 from swift.config.commands import MergeLoraConfig
 from swift.config.data import DataConfig, RowsConfig
 from swift.config.degrees import degree_problems, read_model_shape
@@ -47,6 +48,8 @@ def precheck(config: Any, *, places: Mapping[str, str] | None = None) -> None:
         problems += _data_faults(where, config.data)
     if "RANK" not in os.environ and (hasattr(config, "training") or hasattr(config, "infer")):
         problems += _raised(where, "nnodes", partial(find_nodes, environ=os.environ), config)
+    if hasattr(config, "parallelism") and config.parallelism.cluster_file:
+        problems += _raised(where, "cluster_file", read_cluster, config.parallelism.cluster_file)
     if hasattr(config, "parallelism") and not problems:
         problems += _size_faults(where, config)
     raise_problems(problems, subject="the request")

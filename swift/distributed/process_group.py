@@ -18,11 +18,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from swift.config.cluster import Cluster
 from swift.core.errors import SwiftError, first_line
 from swift.core.interfaces import interface_towards
-from swift.core.logging import local_rank, rank, world_size
-from swift.distributed.handshake import JOIN_TIMEOUT_S, Member, describe_self, meet, reach_store
+from swift.core.logging import get_logger, local_rank, rank, world_size
+from swift.distributed.handshake import JOIN_TIMEOUT_S, Member, describe_self, meet, node_names, reach_store
 from swift.distributed.mesh import Axis
+from swift.distributed.placement import rank_order
 
 T = TypeVar("T")
 
@@ -146,6 +148,7 @@ def start_process_group(
     timeout: timedelta = _TIMEOUT,
     join_timeout_s: float = JOIN_TIMEOUT_S,
     settings: Mapping[str, Any] | None = None,
+    cluster: Cluster | None = None,
 ) -> ProcessGroup:
     """Join the group that the launcher's environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
@@ -154,6 +157,8 @@ def start_process_group(
         timeout: how long a collective may wait for the slowest rank; `from_main` is not bound by it.
         join_timeout_s: how long to wait until all ranks are there.
         settings: what must be the same on every rank, by name.
+        cluster: the machines' switches; ranks that aren't numbered by switch and machine are numbered anew (in RANK
+            too), since neighbours in number talk most.
 
     Raises:
         SwiftError: ranks are missing, can't be reached, or differ in settings or versions; on every rank.
@@ -169,7 +174,8 @@ def start_process_group(
     store = dist.PrefixStore(f"join/{attempt}/{next(_joins)}", reach_store(join_timeout_s))
     shared = settings or {}
     own = describe_self(device_type, shared)
-    members = meet(store, own, shared, join_timeout_s)
+    members = _renumbered(meet(store, own, shared, join_timeout_s), cluster)
+    group = replace(group, rank=rank(), members=members)
     try:
         dist.init_process_group(
             "nccl" if device_type == "cuda" else "gloo",
@@ -186,7 +192,21 @@ def start_process_group(
             "other, and let the firewall pass all ports between them",
         ) from error
     dist.distributed_c10d._set_pg_timeout(timeout)
-    return replace(group, members=members)
+    return group
+
+
+def _renumbered(members: tuple[Member, ...], cluster: Cluster | None) -> tuple[Member, ...]:
+    """The members in their places; this process's RANK becomes its new number."""
+    order = rank_order(node_names(members), cluster)
+    old = rank()
+    os.environ["RANK"] = str(order.index(old))
+    if old == 0 and list(order) != sorted(order):
+        get_logger().info("ranks are numbered anew, by switch and machine; the launcher's numbers: %s", _listed(order))
+    return tuple(replace(members[number], rank=place) for place, number in enumerate(order))
+
+
+def _listed(order: tuple[int, ...]) -> str:
+    return " ".join(map(str, order[:32])) + (" …" if len(order) > 32 else "")
 
 
 def _choose_gloo_interface() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from swift.checkpoint import Checkpoint, RunLock, RunState, clear, find_checkpoint, list_checkpoints, remove_unfinished
+from swift.config.cluster import read_cluster
 from swift.config.commands import PtConfig, SftConfig
 from swift.config.degrees import Degrees
 from swift.config.files import to_flat
@@ -84,6 +85,7 @@ def start_session(config: SftConfig) -> Session:
         device.type,
         join_timeout_s=config.parallelism.join_timeout_s,
         settings=shared_settings(to_flat(config)),
+        cluster=read_cluster(config.parallelism.cluster_file) if config.parallelism.cluster_file else None,
     )
     if config.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

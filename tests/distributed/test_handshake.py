@@ -67,7 +67,8 @@ def test_everybody_gets_everybody():
         ({"address": "127.0.0.1"}, r"rank 1 \(host1\) would be reached at 127\.0\.0\.1", "GLOO_SOCKET_IFNAME"),
     ],
 )  # fmt: skip
-def test_a_different_rank_is_named_on_all(wrong, words, fix):
+def test_a_different_rank_is_named_on_all(wrong, words, fix, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     results = meeting([member(0), member(1, **wrong), member(2)])
     for error in results:
         assert isinstance(error, SwiftError)
