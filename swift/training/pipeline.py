@@ -65,7 +65,7 @@ class Pipeline:
         self.stages = list(stages)
         self.device = next(self.module.parameters()).device
         self._spread = spread
-        self._local = local
+        self.local = local
         self._named = list(local.named_whole())
         self._schedule = schedule
         self._cut = partial(cut_batch, mesh=spread.mesh, pad_token_id=pad_token_id, multiple=multiple)
@@ -74,7 +74,7 @@ class Pipeline:
         self._empty = make_batch([], [], Layout(padding_free=True, pad_token_id=pad_token_id))
         num_stages = stages[0].chunk.num_stages
         modules = {stage.chunk.stage: stage for stage in stages}
-        self._runner = PipelineRunner(modules, num_stages, spread.mesh["pp"], schedule, self.device)
+        self.runner = PipelineRunner(modules, num_stages, spread.mesh["pp"], schedule, self.device)
         self._names: dict[bool, list[str]] = {}
         self._norm = 0.0
         self._refuse_unknown()
@@ -107,7 +107,7 @@ class Pipeline:
 
     def prepare(self, batches: list[Batch]) -> list[list[Batch]]:
         """All micro-batches of a step, as rows of one length; empty ones make up the number that the schedule needs."""
-        self._local.drop_gradients()  # of a step that was left out
+        self.local.drop_gradients()  # of a step that was left out
         needed = micro_batches_needed(self._schedule, len(batches), self.mesh["pp"].size)
         batches = [*batches, *[self._empty] * (needed - len(batches))]
         return [[self._cut(batch, length=self._common_length(batches)) for batch in batches]]
@@ -122,19 +122,19 @@ class Pipeline:
     def forward(self, portion: list[Batch], to_loss: ToLoss, last: bool) -> list[LossTerms]:
         """Runs the whole step, backward as well."""
         tokens = self._load(portion, to_loss)
-        self._runner.train(len(portion), tokens)
+        self.runner.train(len(portion), tokens)
         return self._share_terms(len(portion))
 
     def backward(self, terms: list[LossTerms], to_loss: ToLoss, last: bool) -> None:
         """Adds up what the schedule left apart; the optimizer's parameters get the gradients of the whole step."""
         finish_gradients(self._named, self._spread)
         self._sum_tied()
-        self._local.hand_over_gradients()
+        self.local.hand_over_gradients()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> LossTerms:
         tokens = self._load([self._cut(batch)], None)
-        self._runner.evaluate(0, tokens)
+        self.runner.evaluate(0, tokens)
         for stage in self.stages:
             for part in sharded_modules(stage):
                 part.reshard()
@@ -151,7 +151,7 @@ class Pipeline:
             stepped = Stepped(False)
         else:
             stepped = step_optimizer(optimizer, scaler)
-        self._local.drop_gradients()
+        self.local.drop_gradients()
         return stepped
 
     def _load(self, portion: list[Batch], to_loss: ToLoss | None) -> int:
@@ -160,10 +160,10 @@ class Pipeline:
         for stage in self.stages:
             stage.load(batches, to_loss)
         tokens = batches[0].input_ids.shape[1]
-        if not self._runner.described:
+        if not self.runner.described:
             training = self.module.training
             self.module.eval()
-            self._runner.describe(tokens)
+            self.runner.describe(tokens)
             self.module.train(training)
         return tokens
 
@@ -173,7 +173,7 @@ class Pipeline:
         last = next((stage for stage in self.stages if stage.chunk.last), None)
         if training not in self._names:
             told = [sorted(last.terms[0].sums) if last is not None else None]
-            dist.broadcast_object_list(told, group=axis.group, group_src=self._runner.last_rank, device=self.device)
+            dist.broadcast_object_list(told, group=axis.group, group_src=self.runner.last_rank, device=self.device)
             assert told[0] is not None
             self._names[training] = told[0]
         names = self._names[training]
@@ -219,7 +219,7 @@ class Pipeline:
             (end, mine), axis = next(iter(grads.items())), self.mesh["pp"]
             mine = mine if mine.is_contiguous() else mine.contiguous()
             theirs = torch.empty_like(mine)
-            peer = 0 if end == "last" else self._runner.last_rank
+            peer = 0 if end == "last" else self.runner.last_rank
             ways = [(dist.isend, mine), (dist.irecv, theirs)]
             ops = [dist.P2POp(way, tensor, group=axis.group, group_peer=peer) for way, tensor in ways]
             TRAFFIC.count(axis.name, "send", mine.numel() * mine.element_size())

@@ -2,74 +2,117 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 from distributed.equality import (
+    KINDS,
+    LAYOUTS,
+    TUNERS,
     Outcome,
+    Tiny,
     assert_equal,
     build,
     make_batches,
     make_optimizer,
+    relative,
     single_process,
     whole_tensor,
 )
 from distributed.pool import on_ranks
+from training.architectures import CONFIGS
+from training.architectures import build as build_architecture
 
 from swift.config.degrees import Degrees
 from swift.config.parallel import ParallelConfig
 from swift.config.training import ObjectiveConfig
+from swift.data.loading.loader import Batch
 from swift.distributed.mesh import Mesh, build_mesh
 from swift.distributed.pipeline.schedules import stages_of_rank, stages_per_rank
 from swift.distributed.pipeline.split import keep_stage, model_costs, stage_layers
 from swift.distributed.sharding import apply_fsdp
 from swift.distributed.spread import Spread
-from swift.objectives import build_objective
+from swift.models.attention import VARLEN
+from swift.objectives import LossTerms, build_objective
 from swift.optim.local import local_parameters
 from swift.training.pipeline import Pipeline, stage_parameters, tie_stages
 from swift.training.stage import Chunk, StageModule
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
+TWO = Degrees(pp=2)
 
 
-def make_pipeline(kind: str, tuner: str, schedule: str, mesh: Mesh, fsdp: bool = False, layers: tuple = ()) -> Pipeline:
+@dataclass
+class Case:
+    """A model and how it is trained; `count` micro-batches a step in all."""
+
+    kind: str
+    tuner: str = "full"
+    layout: str = "packed"
+    schedule: str = "1f1b"
+    count: int = 4
+    steps: int = 3
+    fsdp: bool = False
+    layers: tuple[int, ...] = ()
+    degrees: Degrees = TWO
+
+    def __str__(self) -> str:
+        sharded = " fsdp" if self.fsdp else ""
+        return f"{self.kind} {self.tuner} {self.layout} {self.schedule} x{self.count} {self.degrees.words()}{sharded}"
+
+
+def make_pipeline(
+    case: Case, mesh: Mesh, *, make: Callable[[], Tiny] | None = None, autocast: Callable = nullcontext, **options: Any
+) -> Pipeline:
     """The pipeline of this rank, over a fresh model of the test."""
-    config = ParallelConfig(
-        pipeline_schedule=schedule, pipeline_parallel_size=mesh["pp"].size, fsdp="fsdp2" if fsdp else "none"
-    )
+    ranks = mesh["pp"].size
+    fsdp = "fsdp2" if case.fsdp else "none"
+    config = ParallelConfig(pipeline_schedule=case.schedule, pipeline_parallel_size=ranks, fsdp=fsdp)
     per_rank, spread = stages_per_rank(config), Spread(mesh)
     objective = build_objective(ObjectiveConfig())
     stages = []
-    for stage in stages_of_rank(schedule, mesh["pp"].rank, mesh["pp"].size, per_rank):
-        tiny = build(kind, tuner)
-        plan = stage_layers(model_costs(tiny.causal_lm), mesh["pp"].size * per_rank, layers)
+    for stage in stages_of_rank(case.schedule, mesh["pp"].rank, ranks, per_rank):
+        tiny = make() if make is not None else build(case.kind, case.tuner)
+        plan = stage_layers(model_costs(tiny.causal_lm), ranks * per_rank, case.layers)
         keep_stage(tiny.whole, tiny.causal_lm, plan, stage)
         chunk = Chunk(stage, len(plan), tiny.whole, tiny.causal_lm, tiny.head)
-        stages.append(StageModule(chunk, objective=objective, evaluation=objective.evaluation()))
-    if fsdp:
-        for stage in stages:
-            apply_fsdp(stage, stage.chunk.causal_lm, spread, config, compute=torch.float32)
+        module = StageModule(
+            chunk, objective=objective, evaluation=objective.evaluation(), autocast=autocast, **options
+        )
+        stages.append(module)
+    if case.fsdp:
+        for module in stages:
+            apply_fsdp(module, module.chunk.causal_lm, spread, config, compute=torch.float32)
     else:
         tie_stages(stages)
-    local = local_parameters(stage_parameters(stages))
-    return Pipeline(stages, spread, local, schedule)
+    return Pipeline(stages, spread, local_parameters(stage_parameters(stages)), case.schedule)
 
 
-def train(kind, tuner, layout, schedule, degrees, options) -> Outcome:
-    count, steps = options.get("count", 4), options.get("steps", 3)
-    mesh = build_mesh(degrees, "cpu")
-    pipeline = make_pipeline(kind, tuner, schedule, mesh, options.get("fsdp", False), options.get("layers", ()))
-    optimizer = make_optimizer([p for _, p in pipeline._local.named()])
-    batches = make_batches(layout, count)
+def one_step(pipeline: Pipeline, batches: list[Batch], weight: float) -> float:
+    """Forward and backward of a step; the mean loss over all ranks."""
+    (portion,) = pipeline.prepare(batches)
+    terms = pipeline.forward(portion, lambda loss_sum: loss_sum / weight, True)
+    pipeline.backward(terms, lambda loss_sum: loss_sum / weight, True)
+    total = torch.tensor([sum(float(term.loss_sum) for term in terms)], dtype=torch.float64)
+    torch.distributed.all_reduce(total)
+    return float(total) / pipeline.copies / weight
+
+
+def train(case: Case) -> Outcome:
+    mesh = build_mesh(case.degrees, "cpu")
+    pipeline = make_pipeline(case, mesh)
+    optimizer = make_optimizer([p for _, p in pipeline.local.named()])
+    batches = make_batches(case.layout, case.count)
     weight = sum(batch.weight for batch in batches)
     mine = batches[mesh["dp"].rank :: mesh["dp"].size]
     outcome = Outcome()
-    for step in range(steps):
-        (portion,) = pipeline.prepare(mine)
-        terms = pipeline.forward(portion, lambda loss_sum: loss_sum / weight, True)
-        pipeline.backward(terms, lambda loss_sum: loss_sum / weight, True)
-        total = torch.tensor([sum(float(term.loss_sum) for term in terms)], dtype=torch.float64)
-        torch.distributed.all_reduce(total)
-        outcome.losses.append(float(total) / pipeline.copies / weight)
+    for step in range(case.steps):
+        outcome.losses.append(one_step(pipeline, mine, weight))
         if step == 0:
             outcome.gradients = {n: whole_tensor(p.grad).clone() for n, p in trained(pipeline)}
         pipeline.step(optimizer, None)
@@ -96,23 +139,216 @@ def joined(outcomes: list[Outcome], tied: bool) -> Outcome:
     return whole
 
 
-def check(kind, tuner, layout, schedule, degrees=None, **options) -> None:
-    degrees = degrees or Degrees(pp=2)
-    outcomes = on_ranks(degrees.world_size, train, kind, tuner, layout, schedule, degrees, options)
-    reference = single_process(kind, tuner, layout, count=options.get("count", 4), steps=options.get("steps", 3))
-    assert_equal(joined(outcomes, kind == "tied"), reference)
+def check(case: Case) -> None:
+    outcomes = on_ranks(case.degrees.world_size, train, case)
+    reference = single_process(case.kind, case.tuner, case.layout, count=case.count, steps=case.steps)
+    assert_equal(joined(outcomes, case.kind == "tied"), reference)
 
 
+FOUR, SHARDED, REPLICATED = Degrees(pp=4), Degrees(pp=2, dp_shard=2), Degrees(pp=2, dp_replicate=2)
 FAST = [
-    ("tied", "full", "packed", "1f1b"),
-    ("tied", "full", "padded", "zbv"),
-    ("untied", "lora", "packed", "zbv"),
-    ("gqa", "full", "packed", "interleaved"),
-    ("qk_norm", "lora", "padded", "gpipe"),
-    ("moe", "full", "padded", "zbv"),
+    Case("tied", "full", "packed", "1f1b", layers=(1, 3)),
+    Case("tied", "full", "padded", "zbv"),
+    Case("tied", "lora", "packed", "interleaved"),
+    Case("untied", "lora", "packed", "zbv"),
+    Case("gqa", "full", "packed", "interleaved", count=5),
+    Case("qk_norm", "lora", "padded", "gpipe"),
+    Case("moe", "full", "padded", "zbv", count=3),
+    Case("tied", "full", "packed", "1f1b", count=2, degrees=FOUR),
+    Case("tied", "full", "packed", "zbv", fsdp=True, degrees=SHARDED),
+    Case("tied", "full", "padded", "1f1b", degrees=REPLICATED),
+]
+SLOW = [Case(*choice) for choice in itertools.product(KINDS, TUNERS, LAYOUTS, SCHEDULES)]
+SLOW += [
+    Case(kind, tuner, "packed", schedule, fsdp=True, degrees=SHARDED)
+    for kind, tuner, schedule in itertools.product(KINDS, TUNERS, SCHEDULES)
+]
+SLOW += [
+    Case(kind, "full", layout, schedule, count=count, degrees=FOUR)
+    for kind, layout, schedule, count in itertools.product(("tied", "moe"), LAYOUTS, ("gpipe", "1f1b"), (3, 6))
 ]
 
 
-@pytest.mark.parametrize(("kind", "tuner", "layout", "schedule"), FAST)
-def test_two_stages_learn_what_one_process_learns(kind, tuner, layout, schedule):
-    check(kind, tuner, layout, schedule)
+@pytest.mark.parametrize("case", FAST, ids=str)
+def test_stages_learn_what_one_process_learns(case):
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=str)
+def test_stages_learn_what_one_process_learns_in_any_combination(case):
+    check(case)
+
+
+def losses_by_count() -> dict[tuple[str, int], tuple[float, int]]:
+    mesh = build_mesh(Degrees(pp=2), "cpu")
+    found = {}
+    for schedule in SCHEDULES:
+        pipeline = make_pipeline(Case("untied", schedule=schedule), mesh)
+        for count in range(1, 8):
+            batches = make_batches("packed", count)
+            loss = one_step(pipeline, batches, sum(batch.weight for batch in batches))
+            found[schedule, count] = loss, len(pipeline.prepare(batches)[0])
+            pipeline.local.drop_gradients()
+    return found
+
+
+def test_every_schedule_runs_any_number_of_micro_batches():
+    found, other = on_ranks(2, losses_by_count)
+    assert found == other
+    module = build("untied").train_module()
+    for (schedule, count), (loss, ran) in found.items():
+        batches = make_batches("packed", count)
+        with torch.no_grad():
+            expected = sum(module(batch).loss_sum.item() for batch in batches) / sum(b.weight for b in batches)
+        assert loss == pytest.approx(expected, rel=1e-6), (schedule, count)
+        assert ran == (count + count % max(1, count // 2) if schedule == "interleaved" else count)
+
+
+def evaluated(schedule: str) -> list[LossTerms]:
+    pipeline = make_pipeline(Case("tied", schedule=schedule), build_mesh(Degrees(pp=2), "cpu"))
+    pipeline.module.eval()
+    first = pipeline.evaluate(make_batches("padded", 1)[0])  # before any training
+    pipeline.module.train()
+    one_step(pipeline, make_batches("packed", 2), 1.0)
+    assert all(p.grad is not None for _, p in trained(pipeline))
+    pipeline.module.eval()
+    return [first, *map(pipeline.evaluate, make_batches("packed", 3))]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_every_rank_learns_the_result_of_an_evaluation(schedule):
+    results = on_ranks(2, evaluated, schedule)
+    module = build("tied").train_module().eval()
+    batches = [make_batches("padded", 1)[0], *make_batches("packed", 3)]
+    for terms in results:
+        for mine, batch in zip(terms, batches, strict=True):
+            with torch.no_grad():
+                expected = module(batch)
+            assert float(mine.loss_sum) == pytest.approx(float(expected.loss_sum), rel=1e-6)
+            assert mine.weight == expected.weight and mine.counts == expected.counts
+            assert float(mine.sums["token_accuracy"]) == float(expected.sums["token_accuracy"])
+
+
+def clipped(degrees: Degrees, fsdp: bool) -> float:
+    mesh = build_mesh(degrees, "cpu")
+    pipeline = make_pipeline(Case("tied", schedule="zbv", fsdp=fsdp), mesh)
+    batches = make_batches("packed", 4)
+    one_step(pipeline, batches[mesh["dp"].rank :: mesh["dp"].size], sum(b.weight for b in batches))
+    return pipeline.clip(0.1)
+
+
+@pytest.mark.parametrize(("degrees", "fsdp"), [(Degrees(pp=2), False), (SHARDED, True)])
+def test_the_norm_counts_a_tied_matrix_once(degrees, fsdp):
+    norms = on_ranks(degrees.world_size, clipped, degrees, fsdp)
+    gradients = single_process("tied", "full", "packed", steps=1).gradients
+    expected = torch.stack([grad.norm() for grad in gradients.values()]).norm()
+    assert norms == pytest.approx([float(expected)] * len(norms), rel=1e-5)
+
+
+def in_bfloat16(tuner: str) -> tuple[list[float], torch.dtype]:
+    def make() -> Tiny:
+        tiny = build("gqa", tuner, dtype=torch.bfloat16 if tuner == "lora" else torch.float32)
+        for parameter in tiny.whole.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        return tiny
+
+    def autocast() -> Any:
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    batches = make_batches("packed", 4)
+    weight = sum(batch.weight for batch in batches)
+    pipeline = make_pipeline(Case("gqa"), build_mesh(Degrees(pp=2), "cpu"), make=make, autocast=autocast)
+    loss = one_step(pipeline, batches, weight)
+    whole = make()
+    module = whole.train_module()
+    for batch in batches:
+        with autocast():
+            terms = module(batch)
+        (terms.loss_sum / weight).backward()
+        loss -= float(terms.loss_sum) / weight
+    reference = dict(whole.whole.named_parameters())
+    errors = [relative(p.grad, reference[name].grad) for name, p in trained(pipeline)]
+    return [abs(loss), max(errors)], pipeline.runner.borders[0].dtype
+
+
+@pytest.mark.parametrize(("tuner", "travels"), [("full", torch.float32), ("lora", torch.bfloat16)])
+def test_what_travels_has_the_type_of_the_residual_stream(tuner, travels):
+    for (loss, error), dtype in on_ranks(2, in_bfloat16, tuner):
+        assert dtype == travels
+        assert loss < 1e-3 and error < 2e-2
+
+
+def worst_errors() -> dict[str, float]:
+    mesh, errors = build_mesh(Degrees(pp=2), "cpu"), {}
+    batches = make_batches("packed", 3)
+    weight = sum(batch.weight for batch in batches)
+    for name in CONFIGS:
+
+        def make(name: str = name) -> Tiny:
+            model = build_architecture(name)
+            model.set_attn_implementation(VARLEN)
+            return Tiny(model.train(), model)
+
+        pipeline = make_pipeline(Case(name), mesh, make=make)
+        one_step(pipeline, batches, weight)
+        whole = make()
+        module = whole.train_module()
+        for batch in batches:
+            (module(batch).loss_sum / weight).backward()
+        reference = dict(whole.whole.named_parameters())
+        if "lm_head.weight" not in reference:
+            reference["lm_head.weight"] = reference["model.embed_tokens.weight"]
+        known = {name: p.grad for name, p in reference.items() if p.grad is not None}
+        assert known.keys() >= {n for n, p in trained(pipeline) if p.grad is not None and p.grad.any()}
+        errors[name] = max(relative(p.grad, known[n]) for n, p in trained(pipeline) if n in known)
+    return errors
+
+
+def test_other_architectures_learn_the_same_in_stages():
+    for errors in on_ranks(2, worst_errors):
+        assert len(errors) == len(CONFIGS) and max(errors.values()) < 1e-5, errors
+
+
+def with_noise(alpha: float | None) -> float:
+    torch.manual_seed(3)
+    mesh = build_mesh(Degrees(pp=2), "cpu")
+    pipeline = make_pipeline(Case("untied"), mesh, neftune_alpha=alpha)
+    batches = make_batches("packed", 2)
+    noisy = one_step(pipeline, batches, 1.0)
+    pipeline.module.eval()
+    assert sum(float(pipeline.evaluate(batch).loss_sum) for batch in batches) != noisy or alpha is None
+    return noisy
+
+
+def test_noise_on_embeddings_is_added_in_the_first_stage_only():
+    (noisy, _), (plain, _) = on_ranks(2, with_noise, 20.0), on_ranks(2, with_noise, None)
+    assert noisy != plain and noisy == pytest.approx(plain, rel=0.2)
+
+
+def one_rank_fails() -> str:
+    mesh = build_mesh(Degrees(pp=2), "cpu")
+    pipeline = make_pipeline(Case("untied"), mesh)
+    batches = make_batches("packed", 4)
+    one_step(pipeline, batches, 1.0)
+    if mesh["pp"].rank == 1:
+        pipeline.stages[0].register_forward_hook(_fail)
+    try:
+        one_step(pipeline, batches, 1.0)
+    except RuntimeError as error:
+        if mesh["pp"].rank == 1:
+            torch.distributed.destroy_process_group()  # what the end of its process does
+            torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+        return str(error)
+    return "nothing"
+
+
+def _fail(*_: Any) -> None:
+    raise RuntimeError("out of memory")
+
+
+def test_a_rank_that_fails_in_a_step_does_not_leave_the_others_waiting():
+    waiting, failing = on_ranks(2, one_rank_fails, timeout_s=60)
+    assert "failed to run forward" in failing
+    assert "nothing" not in waiting

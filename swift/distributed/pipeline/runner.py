@@ -63,13 +63,13 @@ class PipelineRunner:
         self._axis = axis
         self._name = schedule
         self._device = device
-        self._borders: list[Border] = []
+        self.borders: list[Border] = []
         self._built: tuple[tuple[int, int], Any] | None = None
 
     @property
     def described(self) -> bool:
         """Whether it is known what travels."""
-        return len(self._borders) == self._num_stages - 1
+        return len(self.borders) == self._num_stages - 1
 
     @property
     def last_rank(self) -> int:
@@ -87,14 +87,14 @@ class PipelineRunner:
         for stage in range(self._num_stages - 1):
             facts = torch.zeros(3, dtype=torch.int64, device=self._device)
             if stage in self._modules:
-                received = self._borders[-1].tensor(tokens, self._device).zero_() if stage else _number(0)
+                received = self.borders[-1].tensor(tokens, self._device).zero_() if stage else _number(0)
                 with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
                     states = self._modules[stage](received, _number(0))
                 facts.copy_(torch.tensor([states.shape[1], states.shape[2], _DTYPES.index(states.dtype)]))
             owner = rank_of_stage(self._name, stage, self._axis.size)
             dist.broadcast(facts, group=self._axis.group, group_src=owner)
             travelling, width, dtype = facts.tolist()
-            self._borders.append(Border(travelling / tokens, width, _DTYPES[dtype]))
+            self.borders.append(Border(travelling / tokens, width, _DTYPES[dtype]))
 
     def train(self, count: int, tokens: int) -> None:
         """Run `count` micro-batches of `tokens` tokens forward and backward; gradients are added up, unscaled."""
@@ -111,7 +111,7 @@ class PipelineRunner:
         states = _number(number)
         for stage, module in self._modules.items():
             if stage and stage - 1 not in self._modules:
-                states = self._borders[stage - 1].tensor(tokens, self._device)
+                states = self.borders[stage - 1].tensor(tokens, self._device)
                 dist.recv(states, group=self._axis.group, group_src=self._rank_of(stage - 1))
             states = module(states, _number(number))
             if stage + 1 < self._num_stages and stage + 1 not in self._modules:
@@ -155,7 +155,7 @@ class PipelineRunner:
             return torch.empty(1, dtype=torch.int64, device="meta")
         if border == self._num_stages - 1:
             return torch.empty((), device="meta", requires_grad=True)
-        return self._borders[border].tensor(tokens, "meta", requires_grad=True)
+        return self.borders[border].tensor(tokens, "meta", requires_grad=True)
 
     def _count_traffic(self, count: int, tokens: int, *, backward: bool) -> None:
         """What this process sent: hidden states to the next stages, their gradients to those before."""
@@ -164,7 +164,7 @@ class PipelineRunner:
             ways += [(stage - 1, stage - 1)] if stage and backward else []
             for border, to in ways:
                 if to not in self._modules:
-                    sent = self._borders[border].tensor(tokens, "meta")
+                    sent = self.borders[border].tensor(tokens, "meta")
                     for _ in range(count):
                         TRAFFIC.count(self._axis.name, "send", sent.numel() * sent.element_size())
 
