@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from swift.config.communication import communication_faults
 from swift.config.curriculum import read_curriculum
 from swift.config.files import CONFIG_NAME
 from swift.config.parallel_checks import parallel_faults
@@ -58,6 +59,7 @@ _RANGES: dict[str, tuple[float, float | None, bool, bool]] = {
     "num_train_epochs": (0, None, True, True),
     "per_device_train_batch_size": (1, None, True, True),
     "per_device_eval_batch_size": (1, None, True, True),
+    "router_aux_loss_coef": (0, None, True, True),
     "gradient_accumulation_steps": (1, None, True, True),
     "max_grad_norm": (0, None, True, True),
     "nproc_per_node": (1, None, True, True),
@@ -148,6 +150,7 @@ class _Checker:
             yield from self.evaluation()
             yield from self.resume()
             yield from self.output()
+            yield from communication_faults(self.values, self.fault)
             yield from parallel_faults(self.values, self.fault)
         yield from self.generation()
         yield from self.merging()
@@ -339,6 +342,13 @@ class _Checker:
             yield self.fault("num_train_epochs", "num_train_epochs is 0: nothing would be trained")
         if self["learning_rate"] == 0:
             yield self.fault("learning_rate", "learning_rate is 0: nothing would be learnt", "--learning_rate 1e-4")
+        if self["router_aux_loss_coef"] and self["balance_micro_batches"]:
+            yield self.fault(
+                "router_aux_loss_coef balance_micro_batches",
+                "router_aux_loss_coef balances experts over the micro-batches that all ranks run at the same time, and "
+                "with balance_micro_batches ranks run different numbers of them",
+                "leave one of them out",
+            )
         if self["lr_scheduler_type"] == "wsd":
             yield from self.warmup_and_decay()
 

@@ -23,13 +23,16 @@ from swift.checkpoint.data import DATA_FILE, write_data_state
 from swift.checkpoint.state import FILE_NAME as STATE_FILE
 from swift.checkpoint.store import link
 from swift.core.errors import CheckpointError
-from swift.core.files import human_bytes
+from swift.core.files import disk_errors, human_bytes
 from swift.models.tuners import adapter_state, load_adapter_state
 from swift.training.trainer import Trainer
 
 TRAINED_FILE = "trained_state.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"
 RANDOM_FILE = "random_state.pt"
+RANK_FILE = "rank_state-{:05d}.pt"
+# where each rank leaves its file until rank 0 moves all of them into the checkpoint
+RANK_FOLDER = ".rank_states"
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -99,7 +102,10 @@ class RunSaver:
     def save(self, trainer: Trainer) -> Path | None:
         """Write `checkpoint-<step>`; every rank calls it, rank 0 writes and gives the path to all."""
         group, state = trainer.parts.group, trainer.state
-        random_states = group.gather(random_state(trainer.device))
+        keeps_state = not self.only_model or trainer.status == "interrupted"
+        if trainer.parts.rank_states and keeps_state:
+            self._write_rank_state(trainer)
+        random_states = group.gather(random_state(trainer.device))  # which waits for all
         path = group.from_main(lambda: self._save(trainer, random_states))
         trainer.parts.monitor.event("checkpoint", f"saved {path}", path=str(path), step=state.step)
         return path
@@ -128,12 +134,46 @@ class RunSaver:
         }
         torch.save(state, folder / OPTIMIZER_FILE)
         torch.save(random_states, folder / RANDOM_FILE)
+        if trainer.parts.rank_states:
+            for rank in range(trainer.parts.group.world_size):
+                name = RANK_FILE.format(rank)
+                shutil.move(self.run_dir / RANK_FOLDER / name, folder / name)
+            shutil.rmtree(self.run_dir / RANK_FOLDER)
         trainer.state.world_size = trainer.parts.group.world_size
         trainer.state.global_units = trainer.parts.loader.global_units
         trainer.state.total_steps = trainer.parts.length.total_steps
         trainer.state.optimizer = type(trainer.parts.optimizer).__name__
         write_data_state(folder / DATA_FILE, trainer.parts.loader.state())
         (folder / STATE_FILE).write_text(trainer.state.to_json())
+
+    def _write_rank_state(self, trainer: Trainer) -> None:
+        """Every rank: write what it alone remembers; too much to send it all to rank 0."""
+        folder = self.run_dir / RANK_FOLDER
+        with disk_errors(folder):
+            folder.mkdir(exist_ok=True)
+            states = {name: part.state_dict() for name, part in trainer.parts.rank_states.items()}
+            torch.save(states, folder / RANK_FILE.format(trainer.parts.group.rank))
+
+    def _load_rank_state(self, folder: Path, trainer: Trainer) -> None:
+        parts, group = trainer.parts.rank_states, trainer.parts.group
+        if not parts:
+            return
+        path = folder / RANK_FILE.format(group.rank)
+        same_ranks = trainer.state.world_size == group.world_size
+        states = torch.load(path, weights_only=True, map_location="cpu") if same_ranks and path.is_file() else {}
+        for name, part in parts.items():
+            if name in states:
+                part.load_state_dict(states[name])
+            elif part.without_it is None:
+                raise CheckpointError(
+                    f"{name} has to go on from what each rank kept for itself, and this checkpoint has it for "
+                    + (f"{trainer.state.world_size} rank(s), not {group.world_size}" if not same_ranks else "none"),
+                    where=str(folder),
+                    fix="resume with as many processes and the settings of the run, or take only the weights with "
+                    "--resume_only_model true",
+                )
+            else:
+                trainer.parts.monitor.event("warning", f"the checkpoint has no state of {name}: {part.without_it}")
 
     def _needed_bytes(self, trainer: Trainer) -> int:
         trained = sum(p.numel() * p.element_size() for p in trainer.trained)
@@ -224,6 +264,7 @@ class RunSaver:
         if trainer.scaler is not None and saved["scaler"]:
             trainer.scaler.load_state_dict(saved["scaler"])
         load_adapter_state(self.model, saved["adapter"])
+        self._load_rank_state(folder, trainer)
         states = torch.load(folder / RANDOM_FILE, weights_only=True, map_location="cpu")
         rank = trainer.parts.group.rank
         if rank < len(states):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -29,6 +30,7 @@ from swift.core.errors import NumericsError
 from swift.core.memory import return_free_memory
 from swift.data.loading.loader import Batch, Examples, Loader
 from swift.distributed import ProcessGroup
+from swift.distributed.traffic import TRAFFIC
 from swift.monitor import Monitor
 from swift.objectives import LossTerms
 from swift.optim.optimizers import set_rate
@@ -62,6 +64,20 @@ class Saver(Protocol):
     def load_best(self, trainer: Trainer) -> None: ...
 
 
+class RankState(Protocol):
+    """Something that each rank remembers for itself; a checkpoint keeps it for every rank.
+
+    Attributes:
+        without_it: what a resumed run is without this state, for a warning; None: it can't go on at all.
+    """
+
+    without_it: str | None
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 @dataclass
 class TrainerParts:
     """What a trainer is made of; `commands/sft.py` builds them.
@@ -69,6 +85,8 @@ class TrainerParts:
     Attributes:
         strategy: the model on its processes (see `training/strategy.py`).
         run_dir: where the run writes.
+        rank_states: by name, what differs between ranks beside random generators.
+        shared_weights: the context in which the model has the weights that all ranks share, for evaluating and saving.
     """
 
     strategy: Strategy
@@ -88,6 +106,8 @@ class TrainerParts:
     eval_examples: Examples | None = None
     eval_tokens_per_batch: int = 4096
     callbacks: list[Callback] = field(default_factory=list)
+    rank_states: dict[str, RankState] = field(default_factory=dict)
+    shared_weights: Callable[[], AbstractContextManager] = nullcontext
 
 
 @dataclass
@@ -188,6 +208,7 @@ class Trainer:
     def train_step(self, batches: list[Batch]) -> None:
         """One optimizer step over this rank's micro-batches."""
         parts = self.parts
+        TRAFFIC.reset()
         sums = self._step_sums = _StepSums()
         portions = self.strategy.prepare(batches)
         sums.batches = [batch for portion in portions for batch in portion]
@@ -236,7 +257,8 @@ class Trainer:
         parts, sums = self.parts, self._step_sums
         if self.scaler is not None:
             self.scaler.unscale_(parts.optimizer)
-        self.grad_norm = self.strategy.clip(parts.training.max_grad_norm)
+        norm = self.strategy.clip(parts.training.max_grad_norm)
+        self.grad_norm = 0.0 if norm is None else norm
         sums.reduce(parts.group, self.strategy.copies, self.stop_request)
         if math.isfinite(sums.loss) and (math.isfinite(self.grad_norm) or self.scaler is not None):
             return True
@@ -271,10 +293,12 @@ class Trainer:
     @phase
     def step(self) -> None:
         """Change the weights."""
-        before = self.scaler.get_scale() if self.scaler is not None else 0.0
-        self.strategy.step(self.parts.optimizer, self.scaler)
-        # the loss scale shrinks when gradients overflowed
-        self.stepped = self.scaler is None or self.scaler.get_scale() >= before
+        self.stepped, norm = self.strategy.step(self.parts.optimizer, self.scaler)
+        if norm is not None:
+            self.grad_norm = norm
+            if not self.stepped and self.parts.precision.compute != torch.float16:
+                self._nonfinite()
+                return
         if self.stepped:
             self.state.consecutive_skips = 0
             return
@@ -302,6 +326,7 @@ class Trainer:
         """Log, evaluate and save where the settings say so."""
         parts, state, sums = self.parts, self.state, self._step_sums
         self._window.add(sums)
+        self._window.add_traffic(TRAFFIC.per_axis())
         epoch_ended = state.consumed == 0
         ending = self._ended()
         if math.isfinite(sums.loss):  # a step that was left out has nothing to show
@@ -349,13 +374,14 @@ class Trainer:
         parts, state = self.parts, self.state
         if parts.eval_examples is None:
             return False
-        values = evaluate(
-            parts.strategy,
-            parts.eval_examples,
-            parts.loader.layout,
-            tokens_per_batch=parts.eval_tokens_per_batch,
-            group=parts.group,
-        )
+        with parts.shared_weights():
+            values = evaluate(
+                parts.strategy,
+                parts.eval_examples,
+                parts.loader.layout,
+                tokens_per_batch=parts.eval_tokens_per_batch,
+                group=parts.group,
+            )
         self.metrics |= values
         parts.monitor.log(state.step, values)
         name = parts.evaluation.metric_for_best_model
@@ -378,7 +404,8 @@ class Trainer:
         if self._saved_step == self.state.step:
             return
         self.state.window = self._window.sums_so_far()
-        self.last_checkpoint = self.parts.saver.save(self)
+        with self.parts.shared_weights():
+            self.last_checkpoint = self.parts.saver.save(self)
         self._saved_step = self.state.step
 
 
@@ -433,7 +460,8 @@ class _Window:
 
     def __init__(self, earlier: dict[str, list[float]] | None = None) -> None:
         self.started = time.perf_counter()
-        self.tokens = 0
+        self.tokens = self.steps = 0
+        self.sent: dict[str, float] = {}
         self.sums: dict[str, list[float]] = {name: list(pair) for name, pair in (earlier or {}).items()}
 
     def add(self, step: _StepSums) -> None:
@@ -447,10 +475,17 @@ class _Window:
             pair[0] += value
             pair[1] += count
 
+    def add_traffic(self, sent: dict[str, float]) -> None:
+        """A step's bytes by axis, as this rank sent them."""
+        self.steps += 1
+        for axis, num_bytes in sent.items():
+            self.sent[axis] = self.sent.get(axis, 0.0) + num_bytes
+
     def sums_so_far(self) -> dict[str, list[float]]:
         return self.sums
 
     def metrics(self) -> dict[str, float]:
         seconds = max(time.perf_counter() - self.started, 1e-9)
         means = {name: value / count for name, (value, count) in self.sums.items() if count}
-        return {**means, "tokens_per_second": self.tokens / seconds}
+        sent = {f"sent_mib/{axis}": num_bytes / self.steps / 2**20 for axis, num_bytes in self.sent.items()}
+        return {**means, "tokens_per_second": self.tokens / seconds, **sent}

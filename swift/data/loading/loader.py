@@ -80,6 +80,7 @@ class Loader(Protocol):
     @property
     def identity(self) -> tuple[Any, ...]: ...
     def next_step(self) -> list[Batch]: ...
+    def set_shares(self, shares: Sequence[int]) -> None: ...
     def state(self) -> dict[str, Any]: ...
     def load_state(self, state: dict[str, Any]) -> None: ...
     def outlook(self, epoch: int) -> Outlook: ...
@@ -200,16 +201,32 @@ def make_batch(examples: Sequence[Tokens], refs: list[RowRef], layout: Layout) -
     )
 
 
-def deal(units: Sequence[list[T]], layout: Layout, rank: int, world_size: int) -> list[list[T]]:
+def deal(
+    units: Sequence[list[T]], layout: Layout, rank: int, world_size: int, shares: Sequence[int] = ()
+) -> list[list[T]]:
     """The micro-batches of a step that fall to a rank: each takes some units, ranks take turns.
 
     All ranks get the same number of them, at least one; the last ones may be empty.
+
+    Args:
+        shares: micro-batches of each rank, where they are to differ; a rank has more turns then, and an empty
+            micro-batch only where it would have none. The micro-batches are the same ones.
     """
     size = layout.units_per_micro_batch
     chunks = [units[i : i + size] for i in range(0, len(units), size)]
+    if shares:
+        turns = turns_of(shares)
+        mine = [chunk for n, chunk in enumerate(chunks) if turns[n % len(turns)] == rank] or [[]]
+        return [[item for unit in chunk for item in unit] for chunk in mine]
     rounds = max(1, -(-len(chunks) // world_size))
     numbers = [turn * world_size + rank for turn in range(rounds)]
     return [[item for unit in chunks[n] for item in unit] if n < len(chunks) else [] for n in numbers]
+
+
+def turns_of(shares: Sequence[int]) -> list[int]:
+    """Which rank's turn it is, for as many turns as the shares add up to; each rank's are spread evenly."""
+    turns = [((turn + 0.5) / share, rank) for rank, share in enumerate(shares) for turn in range(share)]
+    return [rank for _, rank in sorted(turns)]
 
 
 class TrainLoader:
@@ -244,6 +261,7 @@ class TrainLoader:
         self.rank = rank
         self.world_size = world_size
         self.epoch = self.consumed = 0
+        self._shares: Sequence[int] = ()
         self._order: tuple[int, Sequence[Any]] = (-1, ())
         self._ahead = ahead if workers else 0
         self._pool = ThreadPoolExecutor(workers, "batches") if self._ahead else None
@@ -296,6 +314,13 @@ class TrainLoader:
                 self._coming[place] = self._pool.submit(self.batches, *place)
             place = self._after(place)
         return self._coming.pop(here)
+
+    def set_shares(self, shares: Sequence[int]) -> None:
+        """Deal so many micro-batches of a step to each rank from the next step on; what was made ahead is dropped."""
+        self._shares = tuple(shares)
+        for future in self._coming.values():
+            future.cancel()
+        self._coming.clear()
 
     def state(self) -> dict[str, Any]:
         """The position behind the last step that `next_step` gave."""
@@ -379,7 +404,7 @@ class TrainLoader:
     def step(self, epoch: int, consumed: int) -> list[list[int]]:
         """This rank's micro-batches of the step that starts after `consumed` units: lists of example numbers."""
         units = self.units(epoch, consumed, consumed + self.global_units)
-        return deal(units, self.layout, self.rank, self.world_size)
+        return deal(units, self.layout, self.rank, self.world_size, self._shares)
 
     def batches(self, epoch: int, consumed: int) -> list[Batch]:
         """The tensors of `step`."""

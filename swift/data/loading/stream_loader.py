@@ -10,6 +10,7 @@ This file knows nothing of files or mixing: an `Intake` gives it the examples of
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from swift.data.loading.loader import Batch, Layout, Outlook, deal, make_batch
@@ -55,6 +56,7 @@ class StreamLoader:
         self._outlook = outlook
         self._ready: deque[list[Item]] = deque()
         self._open: OpenRows[Item] = OpenRows(layout.packing_length or 1, open_rows)
+        self._shares: Sequence[int] = ()
         self._ending = False  # the epoch's documents are through; its last units are being taken
 
     @property
@@ -81,10 +83,14 @@ class StreamLoader:
         units = self._take()
         if self.layout.group_by_length:
             units.sort(key=lambda unit: -max(item.length for item in unit))
-        mine = deal(units, self.layout, self.rank, self.world_size)
+        mine = deal(units, self.layout, self.rank, self.world_size, self._shares)
         return [
             make_batch([item.tokens() for item in batch], [item.ref for item in batch], self.layout) for batch in mine
         ]
+
+    def set_shares(self, shares: Sequence[int]) -> None:
+        """Deal so many micro-batches of a step to each rank from the next step on."""
+        self._shares = tuple(shares)
 
     def _take(self) -> list[list[Item]]:
         """The next step's units. One more is looked for, to know whether this was the epoch's last step."""
