@@ -73,6 +73,8 @@ def _dispatch(words: list[str]) -> int:
     name, rest = words[0].replace("_", "-"), words[1:]
     if name == "help":
         return _dispatch([*rest[:1], "--help", *rest[1:]])
+    if rest and f"{name} {rest[0]}" in COMMANDS:
+        name, rest = f"{name} {rest[0]}", rest[1:]
     if name in LATER:
         raise UsageError(f"`swift {name}` is not available yet", fix=LATER[name])
     if name not in COMMANDS:
@@ -104,7 +106,7 @@ def _run_configured(name: str, words: list[str]) -> int:
         launch.adopt(parsed.config)
     precheck(parsed.config, places=parsed.places)
     if command.distributed and not launch.inside():
-        code = launch.launch([name, *words], parsed.config)
+        code = launch.launch([*name.split(), *words], parsed.config)
         if code is not None:
             return code
     for note in parsed.notes:
@@ -125,7 +127,7 @@ def overview() -> str:
     lines = [f"swift {__version__}: tune, evaluate and serve large models", "", "usage: swift COMMAND [...]", ""]
     for group in dict.fromkeys(command.group for command in COMMANDS.values()):
         lines.append(style.bold(group))
-        lines += [f"  {c.name:<11} {c.help}" for c in COMMANDS.values() if c.group == group]
+        lines += [f"  {c.name:<12} {c.help}" for c in COMMANDS.values() if c.group == group]
         lines.append("")
     lines += [
         "swift COMMAND --help         its settings; swift COMMAND --help WORD: some of them",

@@ -10,7 +10,7 @@ class Command:
     """One command of the program.
 
     Attributes:
-        name: as typed.
+        name: as typed; it may be two words.
         module: module under `swift.commands` with `main`. It takes the configuration if there is one, else the
             remaining arguments as a list; it returns the exit code.
         config: name of the configuration class in `swift.config`; None for commands with a few options of their own.
@@ -37,6 +37,10 @@ COMMANDS: dict[str, Command] = {
         Command("sft", "sft", "SftConfig", "fine-tune a model on conversations", _FLAGS, "Train", True),
         Command("pt", "pt", "PtConfig", "go on pre-training a model on plain text", _FLAGS, "Train", True),
         Command("train", "sft", "SftConfig", "the same as sft", _FLAGS, "Train", True),
+        Command(
+            "megatron sft", "sft", "MegatronSftConfig", "the same as sft, full tuning by default", _FLAGS, "Train", True
+        ),
+        Command("megatron pt", "pt", "PtConfig", "the same as pt", _FLAGS, "Train", True),
         Command("infer", "infer", "InferConfig", "talk to a model, or answer a file of prompts", _FLAGS, "Use", True),
         Command("merge-lora", "merge_lora", "MergeLoraConfig", "merge an adapter into its model", _FLAGS, "Use"),
         Command("export", "export", "ExportConfig", "write a data set as token shards", _FLAGS, "Use"),
@@ -65,5 +69,5 @@ LATER: dict[str, str] = {
     "web-ui": "the studio is being built; every run writes report.html meanwhile",
     "sample": "sampling with rewards is being built; `swift infer --val_dataset FILE` generates one answer a row",
     "rollout": "rollout servers come with reinforcement learning, which is being built",
-    "megatron": "there is no separate Megatron command; sharding is being built into `swift pt` and `swift sft`",
+    "megatron": "`swift megatron sft` and `swift megatron pt` are there, on the engine of `swift sft` and `swift pt`",
 }

@@ -49,6 +49,13 @@ class PtConfig(SftConfig):
 
 
 @dataclass
+class MegatronSftConfig(SftConfig):
+    """Supervised fine-tuning with the defaults of `megatron sft`: full tuning."""
+
+    tuner: TunerConfig = field(default_factory=lambda: TunerConfig(tuner_type="full"))
+
+
+@dataclass
 class InferConfig:
     """Talk to a model, or answer a file of prompts."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,6 +139,43 @@ class Conversion:
             if name in self.values:
                 groups.setdefault(setting.group, {})[name] = self.values[name]
         return text + annotated_yaml(groups, self.comments)
+
+
+def take_sharding(data: dict[str, Any], out: Conversion) -> None:
+    """FSDP and DeepSpeed as Hugging Face's trainer, LLaMA-Factory and Axolotl write them."""
+    options = data.pop("fsdp_config", None)
+    kinds = names_in(str(data.get("fsdp")).replace(" ", ",")) if isinstance(data.get("fsdp"), str) else data.get("fsdp")
+    version = data.pop("fsdp_version", None)
+    data.pop("fsdp", None)
+    if isinstance(options, str):
+        out.lose("fsdp_config", options, "give zero_stage, fsdp_cpu_offload and reduce_dtype")
+        options = {}
+    options = {str(key).removeprefix("fsdp_"): value for key, value in (options or {}).items()}
+    if kinds or options or version:
+        words = names_in(kinds) if kinds else []
+        out.set("fsdp", "hsdp" if any("hybrid" in word for word in words) else "fsdp2", key="fsdp")
+        if "shard_grad_op" in words or options.get("reshard_after_forward") in (False, "false", "SHARD_GRAD_OP"):
+            out.set("zero_stage", 2, key="fsdp_config")
+        if "offload" in words or any(
+            options.get(key) for key in ("offload_params", "cpu_offload", "cpu_offload_params")
+        ):
+            out.set("fsdp_cpu_offload", True, key="fsdp_config")
+    deepspeed = data.pop("deepspeed", None)
+    if deepspeed:
+        out.set("deepspeed", _deepspeed(deepspeed, out.base), key="deepspeed")
+
+
+def _deepspeed(value: Any, base: Path) -> Any:
+    """The file, where it is there; else what the name of a well-known one says: `ds_z3_offload_config.json`."""
+    if not isinstance(value, str):
+        return json.dumps(value)
+    for place in (Path(value), base / value):
+        if place.is_file():
+            return str(place)
+    stage = re.search(r"(?:zero|z)_?([123])", Path(value).stem)
+    if stage is None or stage[1] == "1":
+        return value if stage is None else "zero1"
+    return f"zero{stage[1]}" + ("_offload" if "offload" in value else "")
 
 
 def _one_line(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from swift.config.conversion import Conversion, by_reason, names_in
+from swift.config.conversion import Conversion, by_reason, names_in, take_sharding
 
 TOOL = "Axolotl"
 
@@ -20,6 +20,9 @@ _SAME = {
     "lr_scheduler": "lr_scheduler_type", "early_stopping_patience": "early_stop_interval",
     "dataset_processes": "dataset_num_proc", "dataset_num_proc": "dataset_num_proc", "tokens": "new_special_tokens",
     "shuffle_merged_datasets": "dataset_shuffle", "default_system_message": "system",
+    "context_parallel_size": "sequence_parallel_size", "sequence_parallel_degree": "sequence_parallel_size",
+    "tensor_parallel_size": "tensor_parallel_size", "expert_parallel_size": "expert_parallel_size",
+    "dp_shard_size": "dp_shard_size", "dp_replicate_size": "dp_replicate_size",
     "cosine_min_lr_ratio": "min_lr_ratio", "streaming": "streaming",
     "dataloader_num_workers": "dataloader_num_workers", "dataloader_prefetch_factor": "dataloader_prefetch_factor",
 }  # fmt: skip
@@ -47,8 +50,6 @@ _LOST = by_reason(
     {
         "the model is loaded unquantized: it needs more memory": "load_in_4bit load_in_8bit gptq* "
         "bnb_config_kwargs qat",
-        "several processes train data-parallel: nproc_per_node": "deepspeed fsdp* context_parallel_size "
-        "tensor_parallel_size sequence_parallel_degree",
         "chosen by the program": "ddp_*",
         "TensorBoard files are written": "wandb_* use_wandb mlflow_* use_mlflow comet_* use_comet",
         "upload the folder yourself": "hub_* push_dataset_to_hub",
@@ -102,6 +103,9 @@ def convert_axolotl(data: dict[str, Any], out: Conversion) -> None:
         out.set("resume_from_checkpoint", "latest", key="auto_resume_from_checkpoints")
     if "lora_model_dir" in data:
         out.set("adapters", names_in(data.pop("lora_model_dir")), key="lora_model_dir")
+    if data.get("dp_shard_size", 1) not in (1, -1) and not data.get("deepspeed"):
+        data.setdefault("fsdp_version", 2)
+    take_sharding(data, out)
     out.take(data, _SAME)
     out.take_satisfied(data, _SATISFIED)
     out.take_lost(data, _LOST)

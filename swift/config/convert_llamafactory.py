@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from swift.config.conversion import Conversion, by_reason, names_in
+from swift.config.conversion import Conversion, by_reason, names_in, take_sharding
 
 TOOL = "LLaMA-Factory"
 
@@ -49,7 +49,6 @@ _LOST = by_reason(
         "quantization_type double_quantization",
         "quantizing is being built": "export_quantization_*",
         "upload the folder yourself": "export_hub_model_id",
-        "several processes train data-parallel: nproc_per_node": "deepspeed fsdp*",
         "not built": "use_galore galore_* use_badam badam_* use_apollo apollo_* use_muon use_llama_pro use_adam_mini "
         "shift_attn mixture_of_depths",
         "give freeze_parameters_ratio and trainable_parameters instead": "freeze_trainable_* freeze_extra_modules",
@@ -94,6 +93,7 @@ def convert_llamafactory(data: dict[str, Any], out: Conversion) -> None:
     dtype = data.pop("infer_dtype", "auto")
     if dtype != "auto":
         out.lose("infer_dtype", dtype, "give torch_dtype")
+    take_sharding(data, out)
     out.take(data, _SAME)
     out.take_satisfied(data, _SATISFIED)
     out.take_lost(data, _LOST)

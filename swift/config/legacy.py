@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swift.config import megatron
 from swift.config.values import FALSE_WORDS, NONE_WORDS, TRUE_WORDS, Words
 
 ANY = ("*",)
@@ -50,7 +51,10 @@ def _satisfied(names: str, note: str, satisfied: tuple[str, ...] = ANY, instead:
 
 
 _RL = "preference tuning and reinforcement learning (`swift rlhf`) are being built; `swift sft` trains on answers"
-_PARALLEL = "several processes train data-parallel meanwhile: --nproc_per_node N"
+_PARALLEL = (
+    "say it with --fsdp, --tensor_parallel_size, --sequence_parallel_size and the like: `swift sft --help parallel`"
+)
+_FSDP = "--zero_stage, --fsdp_cpu_offload and --reduce_dtype say what fsdp does"
 _QUANT = "load the model unquantized; --torch_dtype bfloat16 and --gradient_checkpointing true save memory"
 _TEXT = "models are tuned on text only so far"
 _ENGINE = "`--infer_backend transformers` is the engine of this version"
@@ -59,7 +63,8 @@ _GALORE = "choose an adapter (--tuner_type lora) or --optim adafactor to save op
 
 RULES: dict[str, Rule] = {
     # parallelism and kernels
-    **_later("fsdp_config zero_hpz_partition_size deepspeed_autotp_size use_ray device_groups", _PARALLEL),
+    **_later("zero_hpz_partition_size deepspeed_autotp_size use_ray device_groups", _PARALLEL),
+    **_later("fsdp_config", _FSDP, ("{}", *OFF)),
     **_later(
         "device_map",
         "the model is placed on this process's device; choose it with CUDA_VISIBLE_DEVICES",
@@ -202,7 +207,7 @@ RULES: dict[str, Rule] = {
         _RL,
     ),
     # engines and servers
-    **_later("use_vllm use_lmdeploy tensor_parallel_size gpu_memory_utilization max_num_seqs", _ENGINE),
+    **_later("use_vllm use_lmdeploy gpu_memory_utilization max_num_seqs", _ENGINE),
     **_later(
         "host port api_key served_model_name owned_by log_interval max_logprobs ssl_certfile ssl_keyfile base_url "
         "server_name server_port share lang studio_title is_multimodal",
@@ -239,6 +244,7 @@ RULES: dict[str, Rule] = {
 # configuration class -> settings of training that scripts also give to that command, where they mean nothing
 OF_COMMAND: dict[str, dict[str, Rule]] = {
     "InferConfig": {
+        **_later("tensor_parallel_size", _ENGINE, ("1", *OFF), "one device answers"),
         **_satisfied(
             "max_length cutoff_len max_seq_length sequence_len truncation_strategy",
             "prompts are never cut; --max_new_tokens bounds the answer, --max_model_len both together",
@@ -280,11 +286,11 @@ PREFIXES: dict[str, str] = {
     "llamapro_": "choose --tuner_type lora",
     "adapter_": "choose --tuner_type lora",
     "lora_ga_": "choose --init_weights pissa or olora",
-    "moe_": _PARALLEL,
+    "moe_": "leave it out: the model's own code decides; --expert_parallel_size shares the experts",
     "recompute_": "use --gradient_checkpointing true",
     "swanlab_": "TensorBoard files are written",
     "hub_": "nothing is uploaded",
-    "fsdp_": _PARALLEL,
+    "fsdp_": _FSDP,
     "ddp_": "leave it out",
     "eval_dataset_": "use --val_dataset",
 }
@@ -305,6 +311,11 @@ VALUE_NAMES: dict[str, dict[str, str]] = {
     "save_strategy": {"false": "no"},
     "template": {"auto": "none", "default": "none"},
     "infer_backend": {"pt": "transformers", "auto": "transformers"},
+    "fsdp": {
+        **dict.fromkeys(("full_shard", "full_shard auto_wrap", "true", "fsdp", "2"), "fsdp2"),
+        **dict.fromkeys(("hybrid_shard", "hybrid_shard auto_wrap"), "hsdp"),
+        **dict.fromkeys(("false", "no", "no_shard", "[]"), "none"),
+    },
 }
 
 # values of our settings that other tools know and this version lacks
@@ -327,6 +338,12 @@ VALUES_LATER: dict[str, dict[str, str]] = {
         ),
         "adamw_torch_fused, sgd and adafactor are there",
     ),
+    "fsdp": {
+        **dict.fromkeys(("shard_grad_op", "shard_grad_op auto_wrap"), "use --fsdp fsdp2 --zero_stage 2"),
+        **dict.fromkeys(
+            ("full_shard offload", "full_shard auto_wrap offload"), "use --fsdp fsdp2 --fsdp_cpu_offload true"
+        ),
+    },
     "infer_backend": dict.fromkeys(("vllm", "sglang", "lmdeploy"), "use --infer_backend transformers"),
     "attn_impl": dict.fromkeys(
         ("flash_attention_3", "flash_attention_4", "flex_attention", "xformers"),
@@ -363,7 +380,12 @@ def judge(name: str, words: Words, config: str = "") -> Verdict | None:
             if on
             else Verdict((("temperature", Words(("0",))),))
         )
+    if config != "InferConfig" and (settings := megatron.settings_meant(name, " ".join(words) or "true")) is not None:
+        return Verdict(settings, note=None if settings else f"--{name}: nothing to do")
     rule = OF_COMMAND.get(config, {}).get(name) or RULES.get(name)
+    if rule is None and (found := megatron.judgement(name, _canonical(value))) is not None:
+        note, instead = found
+        return Verdict(note=f"--{name}: {note}") if note else Verdict(instead=instead)
     if rule is None:
         advice = next((PREFIXES[p] for p in PREFIXES if name.startswith(p)), None)
         return Verdict(instead=advice) if advice else None

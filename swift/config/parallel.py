@@ -49,7 +49,6 @@ class ParallelConfig:
     pipeline_stages_per_rank: int | None = setting(
         None,
         help="pieces of layers a rank holds; default: 2 for interleaved and zbv, else 1",
-        aliases=("virtual_pipeline_model_parallel_size",),
     )
     pipeline_layers: list[int] = setting(
         help="layers of each stage in order; default: split by cost, embedding and head counted", factory=list

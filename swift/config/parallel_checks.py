@@ -35,6 +35,14 @@ def parallel_faults(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem
     yield from _deepspeed(values, fault)
     yield from _precision(values, fault)
     yield from _launching(values, fault)
+    if values["global_batch_size"] is not None and values["global_batch_size"] < 1:
+        yield fault("global_batch_size", f"global_batch_size must be at least 1, not {values['global_batch_size']}")
+    if values["global_batch_size"] is not None and values["gradient_accumulation_steps"] is not None:
+        yield fault(
+            "global_batch_size gradient_accumulation_steps",
+            "global_batch_size and gradient_accumulation_steps both say how many examples a step has",
+            "leave one of them out",
+        )
     if values["sequence_parallel"] and values["tensor_parallel_size"] == 1 and values["parallel"] == "manual":
         yield fault(
             "sequence_parallel tensor_parallel_size",

@@ -24,6 +24,9 @@ class TrainingConfig:
     gradient_accumulation_steps: int | None = setting(
         None, help="micro-batches per step; default: enough for 16 examples per step in all"
     )
+    global_batch_size: int | None = setting(
+        None, help="examples per step in all, in place of gradient_accumulation_steps"
+    )
     seed: int = setting(42, help="seed of everything random")
     deterministic: bool = setting(
         False, help="bit-identical reruns; refuses kernels that can't promise it", aliases=("full_determinism",)

@@ -19,9 +19,24 @@ DEFAULT_EXAMPLES_PER_STEP = 16
 
 
 def accumulation_steps(config: SftConfig, world_size: int) -> int:
-    """Micro-batches per step and rank: the user's, else enough for 16 examples in all."""
+    """Micro-batches per step and data-parallel rank: the user's, else enough for 16 examples in all.
+
+    Raises:
+        UsageError: global_batch_size can't be reached with whole micro-batches.
+    """
     if config.training.gradient_accumulation_steps is not None:
         return config.training.gradient_accumulation_steps
+    wanted = config.training.global_batch_size
+    if wanted is not None:
+        at_once = config.training.per_device_train_batch_size * world_size
+        if wanted % at_once:
+            near = max(1, round(wanted / at_once)) * at_once
+            raise UsageError(
+                f"{wanted} examples a step can't be shared out: {world_size} data-parallel rank(s) take {at_once}",
+                where="--global_batch_size",
+                fix=f"--global_batch_size {near}, or another --per_device_train_batch_size",
+            )
+        return wanted // at_once
     return max(1, math.ceil(DEFAULT_EXAMPLES_PER_STEP / (config.training.per_device_train_batch_size * world_size)))
 
 

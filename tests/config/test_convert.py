@@ -150,13 +150,13 @@ def test_llama_factory(tmp_path, data):
         "columns": {"ask": "instruction", "reply": "output"}, "dataset_num_proc": 4, "output_dir": "saves/x",
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "learning_rate": 1e-4,
         "torch_dtype": "bfloat16", "split_dataset_ratio": 0.1, "eval_strategy": "steps", "eval_steps": 500,
-        "packing": True, "loss_scale": "all", "attn_impl": "flash_attention_2",
+        "packing": True, "loss_scale": "all", "attn_impl": "flash_attention_2", "deepspeed": "zero3",
     }  # fmt: skip
     assert {name: flat[name] for name in expected} == expected
     defaults = {"lora_alpha": 32.0, "lora_dropout": 0.0, "weight_decay": 0.0, "adam_beta2": 0.999, "strict": False}
     assert {name: flat[name] for name in defaults} == defaults, "its defaults are written out"
     assert set(result.lost) == {
-        "dataset identity", "dataset pairs", "deepspeed", "quantization_bit", "some_future_key",
+        "dataset identity", "dataset pairs", "quantization_bit", "some_future_key",
     }  # fmt: skip
     for key in result.lost:
         assert f"#   {key}: " in text
@@ -249,7 +249,7 @@ def test_ms_swift(tmp_path):
     assert result.tool == "ms-swift" and result.command == "sft"
     assert flat["dataset"] == ["a.jsonl#500"] and flat["tuner_type"] == "lora" and flat["learning_rate"] == 1e-4
     assert flat["strict"] is False, "its default"
-    assert set(result.lost) == {"deepspeed"}
+    assert not result.lost and flat["deepspeed"] == "zero2"
     assert set(result.satisfied) == {"template", "use_liger_kernel"} and flat["dataloader_num_workers"] == 4
     assert yaml.safe_load(text)["ENV"] == {"CUDA_VISIBLE_DEVICES": "0,1"}
 
@@ -323,3 +323,33 @@ def test_show_names_the_command_that_a_file_is_for(tmp_path, capsys):
     file.write_text("temperature: 0\nlerning_rate: 1\n")
     with pytest.raises(UsageError, match="did you mean learning_rate"):
         config_command(["show", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("deepspeed: deepspeed_configs/zero2.json", {"deepspeed": "zero2", "fsdp": "none"}),
+        ("deepspeed: x/ds_z3_offload_config.json", {"deepspeed": "zero3_offload"}),
+        ("tensor_parallel_size: 2\ncontext_parallel_size: 4\ndp_shard_size: 2",
+         {"tensor_parallel_size": 2, "sequence_parallel_size": 4, "dp_shard_size": 2, "fsdp": "fsdp2"}),
+        ("sequence_parallel_degree: 2", {"sequence_parallel_size": 2, "fsdp": "none"}),
+        ("fsdp: [full_shard, auto_wrap]\nfsdp_config: {fsdp_offload_params: true, fsdp_state_dict_type: x}",
+         {"fsdp": "fsdp2", "fsdp_cpu_offload": True, "zero_stage": 3}),
+        ("fsdp_version: 2\nfsdp_config: {reshard_after_forward: false}", {"fsdp": "fsdp2", "zero_stage": 2}),
+        ("fsdp: hybrid_shard auto_wrap", {"fsdp": "hsdp"}),
+    ],
+)  # fmt: skip
+def test_parallelism_of_axolotl(tmp_path, data, text, expected):
+    head = f"base_model: m\ndatasets: [{{path: {data}/rows.jsonl, type: completion, field: reply}}]\n"
+    result, flat, _, _ = converted(tmp_path, head + text + "\n")
+    assert {name: flat[name] for name in expected} == expected and not result.lost
+
+
+def test_parallelism_of_llama_factory(tmp_path, data):
+    head = f"model_name_or_path: m\nstage: sft\nfinetuning_type: full\ndataset_dir: {data}\ndataset: mine\n"
+    result, flat, _, _ = converted(
+        tmp_path, head + "fsdp: full_shard auto_wrap\nfsdp_config: {fsdp_cpu_offload: true}\n"
+    )
+    assert flat["fsdp"] == "fsdp2" and flat["fsdp_cpu_offload"] and not result.lost
+    result, _, _, _ = converted(tmp_path, head + "fsdp: full_shard\nfsdp_config: my_fsdp.json\n")
+    assert set(result.lost) == {"fsdp_config"}

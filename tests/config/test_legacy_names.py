@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swift.config import InferConfig, SftConfig, parse_command_line
+from swift.config import InferConfig, SftConfig, megatron, parse_command_line
 from swift.config.legacy import OF_COMMAND, RULES, VALUE_NAMES, VALUES_LATER, judge
 from swift.config.schema import names_of, settings_of
 from swift.config.values import Words
@@ -49,7 +49,7 @@ def test_attention():
     "words",
     [
         "--load_from_cache_file true", "--lazy_tokenize false", "--dataloader_pin_memory true", "--check_model false",
-        "--average_tokens_across_devices true", "--bf16 false", "--sequence_parallel_size 1", "--deepspeed none",
+        "--average_tokens_across_devices true", "--bf16 false", "--fsdp_config {}",
         "--task_type causal_lm", "--use_liger_kernel false", "--packing_strategy binpack",
         "--tuner_backend peft", "--freeze_vit true", "--push_to_hub false", "--save_safetensors",
     ],
@@ -62,9 +62,9 @@ def test_satisfied_flags_are_accepted_with_a_note(words):
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        ("--deepspeed zero2", "--nproc_per_node"),
-        ("--fsdp fsdp2", "--nproc_per_node"),
-        ("--sequence_parallel_size 2", "--nproc_per_node"),
+        ("--fsdp shard_grad_op", "--zero_stage 2"),
+        ("--fsdp_config fsdp.json", "--zero_stage"),
+        ("--use_ray true", "--tensor_parallel_size"),
         ("--rlhf_type dpo", "being built"),
         ("--use_liger_kernel true", "leave it out"),
         ("--quant_method bnb", "unquantized"),
@@ -87,14 +87,15 @@ def test_missing_features_are_refused_with_advice(words, advice):
 
 def test_in_files_as_well(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("deepspeed: {zero_optimization: {stage: 2}}\nbf16: true\n")
-    with pytest.raises(UsageError, match=r"deepspeed .*not available yet") as caught:
+    path.write_text("fsdp_config: {offload: true}\nbf16: true\n")
+    with pytest.raises(UsageError, match=r"fsdp_config .*not available yet") as caught:
         sft(str(path))
     assert f"{path}:1" in caught.value.render()
 
 
 def test_no_rule_hides_a_setting():
     ours = set(names_of(SftConfig)) | set(names_of(InferConfig))
+    assert not ours & megatron.names()
     assert not ours & set(RULES), "a setting that exists can't be foreign"
 
 
