@@ -101,13 +101,13 @@ class LocalSteps(Callback):
         """What is due after `step` steps; at the end, everything."""
         every, fragments = self.settings.every, len(self._fragments)
         for underway in [u for u in self._underway if ending or u.due <= step]:
-            self._apply(underway)
+            self._apply(underway, keep=self.settings.alpha)
         for number in range(fragments):
             offset = number * every // fragments
             if ending or (step > offset and (step - offset) % every == 0):
                 underway = self._start(number, step)
                 if ending or not self.settings.delay:
-                    self._apply(underway)
+                    self._apply(underway, keep=0.0)
 
     def _start(self, number: int, step: int) -> _Underway:
         """Begin to add up how far the ranks came with a fragment."""
@@ -123,12 +123,11 @@ class LocalSteps(Callback):
         self._underway.append(underway)
         return underway
 
-    def _apply(self, underway: _Underway) -> None:
-        """The outer step of a fragment, and what the rank goes on with."""
+    def _apply(self, underway: _Underway, keep: float) -> None:
+        """The outer step of a fragment, and what the rank goes on with: `keep` of its own weights and else the shared
+        ones."""
         self._underway.remove(underway)
         settings = self.settings
-        # an exchange that is used at once leaves nothing of the rank's own weights
-        alpha = settings.alpha if settings.delay else 0.0
         total = underway.wait().float() / self.axis.size
         names = self._fragments[underway.fragment]
         for name, difference in zip(names, total.split([self._shared[n].numel() for n in names]), strict=True):
@@ -136,7 +135,7 @@ class LocalSteps(Callback):
             difference = difference.view_as(shared)
             velocity.mul_(settings.outer_momentum).add_(difference)
             shared.sub_(difference + settings.outer_momentum * velocity, alpha=settings.outer_lr)
-            own.copy_(shared + alpha * (own - shared) if alpha else shared)
+            own.copy_(shared + keep * (own - shared) if keep else shared)
 
     # --- what others see ---
 

@@ -77,7 +77,6 @@ class Strategy(Protocol):
         ...
 
 
-
 class DataParallel:
     """One process, or several that hold the whole model each.
 
