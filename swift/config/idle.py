@@ -76,7 +76,26 @@ def idle_notes(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[st
     shortened = origins.get("max_steps") == COMMAND_LINE != origins.get("num_train_epochs")
     if "num_train_epochs" in given and values.get("max_steps", -1) > 0 and not shortened:
         notes.append("note: num_train_epochs does nothing: max_steps overrides it")
-    return notes + _without_evaluation_rows(values, given)
+    return notes + _of_parallelism(values, given) + _without_evaluation_rows(values, given)
+
+
+def _of_parallelism(values: Mapping[str, Any], given: Collection[str]) -> list[str]:
+    """Settings of an axis that has no length."""
+    notes: list[str] = []
+    if values.get("parallel", "auto") == "auto":
+        return notes
+    if values["fsdp"] == "none" and not values["deepspeed"]:
+        idle = [name for name in given if name in ("zero_stage", "reduce_dtype")]
+        notes += [f"note: {_listed(idle)} nothing without fsdp"] if idle else []
+    if values["pipeline_parallel_size"] == 1:
+        idle = [name for name in given if name in ("pipeline_schedule", "pipeline_stages_per_rank")]
+        notes += [f"note: {_listed(idle)} nothing with pipeline_parallel_size 1"] if idle else []
+    if "attention_impl" in given and values["sequence_parallel_size"] == 1:
+        notes.append("note: attention_impl does nothing with sequence_parallel_size 1")
+    if values["nnodes"] == 1:
+        idle = [name for name in given if name in ("node_rank", "master_addr", "master_port")]
+        notes += [f"note: {_listed(idle)} nothing with nnodes 1"] if idle else []
+    return notes
 
 
 def _without_evaluation_rows(values: Mapping[str, Any], given: Collection[str]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swift.config import InferConfig, SftConfig, build_config
+from swift.config import InferConfig, SftConfig, build_config, parse_command_line
 from swift.config.checks import find_problems
 
 BASE = {"model": "m", "dataset": ["rows.jsonl"]}
@@ -50,6 +50,24 @@ def test_refused(flags, words):
 )
 def test_allowed(flags):
     assert not messages(**flags)
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        ("--zero_stage 2", "zero_stage does nothing without fsdp"),
+        ("--reduce_dtype bfloat16", "reduce_dtype does nothing without fsdp"),
+        ("--pipeline_schedule zbv", "pipeline_schedule does nothing with pipeline_parallel_size 1"),
+        ("--attention_impl ring", "attention_impl does nothing with sequence_parallel_size 1"),
+        ("--nnodes 1 --master_addr h", "master_addr does nothing with nnodes 1"),
+        ("--zero_stage 2 --fsdp fsdp2", ""),
+        ("--zero_stage 2 --parallel auto", ""),
+        ("--attention_impl ring --sequence_parallel_size 2", ""),
+    ],
+)
+def test_what_does_nothing_is_said(words, note):
+    notes = parse_command_line(SftConfig, words.split(), command="sft").notes
+    assert notes == ([f"note: {note}"] if note else [])
 
 
 def test_commands_without_parallelism_have_none_of_it():
