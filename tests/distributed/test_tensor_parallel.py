@@ -6,17 +6,21 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from equality import Outcome, Tiny, assert_equal, build, make_batches, make_optimizer, single_process, whole_tensor
 from pool import on_ranks
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from swift.config.degrees import Degrees
 from swift.distributed.context.batches import cut_batch
 from swift.distributed.mesh import Mesh, build_mesh
-from swift.distributed.spread import Spread, finish_gradients, local_tensor
-from swift.distributed.tensor import apply_tensor_parallel
+from swift.distributed.spread import Spread, expose_local, finish_gradients, local_tensor
+from swift.distributed.tensor import apply_tensor_parallel, fsdp_placement
+from swift.distributed.tensor.cut import Cutter
+from swift.distributed.tensor.plan import Part
 from swift.distributed.traffic import TRAFFIC
 from swift.models.elementwise import enable_fast_elementwise
 from swift.models.head import find_head
@@ -180,6 +184,7 @@ def on_meta(kind: str) -> tuple[dict, dict]:
             for name, p in tiny.whole.named_parameters()
         }
         found.append((shapes, spread.partial, {p.device.type for p in tiny.whole.parameters()}))
+    dist.barrier()  # the first rank keeps the store that others still make groups with
     return found[0], found[1]
 
 
@@ -206,9 +211,38 @@ def parts_are_freed(_: int) -> list[int]:
     cut(tiny, 2, False)
     held = {p._local_tensor.untyped_storage().nbytes() for p in tiny.whole.parameters() if isinstance(p, DTensor)}
     wanted = {4 * p._local_tensor.numel() for p in tiny.whole.parameters() if isinstance(p, DTensor)}
+    dist.barrier()
     return [sorted(held), sorted(wanted)]
 
 
 def test_the_other_ranks_shares_are_let_go():
     held, wanted = on_ranks(2, parts_are_freed, 0)[1]
     assert held == wanted
+
+
+def packed_and_sharded(_: int) -> list[bool]:
+    """Whether rows cut in two parts are right under `fully_shard`: what runs, the whole weight and its gradient."""
+    mesh = build_mesh(Degrees(dp_shard=2, tp=2), "cpu")
+    module = nn.Linear(6, 16, bias=False)
+    weight = torch.arange(96.0).view(16, 6)
+    module.weight = nn.Parameter(weight.clone())
+    Cutter(mesh["tp"]).cut(module, "weight", 0, (Part(8, 8), Part(8, 8)))
+    expose_local(module)
+    fully_shard(module, mesh=mesh.fsdp_mesh(), shard_placement_fn=fsdp_placement)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    output = module(torch.ones(1, 6))
+    rank = mesh["tp"].rank
+    rows = [*range(4 * rank, 4 * rank + 4), *range(8 + 4 * rank, 12 + 4 * rank)]
+    (output * torch.tensor(rows)).sum().backward()
+    gradient = 2.0 * torch.arange(16.0)[:, None].expand(16, 6)  # of both data-parallel ranks
+    return [
+        torch.equal(output[0], weight[rows].sum(1)),
+        torch.equal(module.weight.full_tensor(), weight),
+        torch.equal(module.weight.grad.full_tensor(), gradient),
+    ]
+
+
+def test_packed_matrices_are_whole_again_under_fsdp():
+    for same in on_ranks(4, packed_and_sharded, 0):
+        assert same == [True, True, True]

@@ -159,6 +159,7 @@ def refused(_: int) -> list[str]:
                 linear_cross_entropy(torch.ones(1, 4), OutputHead(head, axis=axis), target, torch.ones(1))
         except ModelError as error:
             messages.append(str(error))
+    torch.distributed.barrier()
     return messages
 
 

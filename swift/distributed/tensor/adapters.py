@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 from peft.tuners.lora.layer import Linear as LoraLinear
-from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
@@ -47,9 +46,10 @@ def _refusal(module: nn.Module) -> tuple[str, str] | None:
     if not isinstance(module, BaseTunerLayer):
         return None
     if not isinstance(module, LoraLinear):
-        if isinstance(module, LoraLayer):
+        package = type(module).__module__.split(".")[-2]
+        if package == "lora":
             return f"LoRA on a module of the kind {type(module).__name__.lower()}", _PLAIN_LORA
-        return f"an adapter of the kind {type(module).__module__.split('.')[2]}", _PLAIN_LORA
+        return f"an adapter of the kind {package}", _PLAIN_LORA
     if module.lora_variant:
         kind = type(next(iter(module.lora_variant.values()))).__name__.removesuffix("Variant").removesuffix("Linear")
         return f"the LoRA variant {kind}", "--tuner_type lora without it (--use_rslora works)"

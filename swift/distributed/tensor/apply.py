@@ -7,23 +7,18 @@ known, as DTensors. Works on real tensors and on meta; the adapters are there al
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from swift.core.errors import ModelError
 from swift.distributed.spread import Spread
-from swift.distributed.tensor.adapters import check_adapters, cut_linear, inner_modules
-from swift.distributed.tensor.borders import (
-    border_block,
-    border_embedding,
-    border_end,
-    rejoin_outputs,
-    split_inputs,
-)
+from swift.distributed.tensor.adapters import check_adapters, inner_modules
+from swift.distributed.tensor.blocks import cut_block
+from swift.distributed.tensor.borders import border_block, border_embedding, border_end
 from swift.distributed.tensor.cut import Cutter
 from swift.distributed.tensor.plan import SHARDED_INSTEAD, Block, find_decoder, plan_blocks
+from swift.distributed.tensor.prove import prove_blocks, small_model
 from swift.distributed.tensor.sizes import check_tensor_parallel, vocabulary_share
 
 
@@ -43,7 +38,7 @@ def apply_tensor_parallel(
 
     Raises:
         UsageError: a size doesn't divide, or an adapter can't be cut.
-        ModelError: the model has parts that aren't known, named.
+        ModelError: the model has parts that aren't known, named; or parts that were cut by their names don't add up.
     """
     axis = spread.mesh["tp"]
     if not axis:
@@ -51,9 +46,11 @@ def apply_tensor_parallel(
     check_tensor_parallel(causal_lm.config, axis.size)
     check_adapters(whole)
     blocks = plan_blocks(causal_lm, skip_experts=bool(spread.mesh["ep"]))
+    if any(block.guessed for block in blocks):
+        prove_blocks(small_model(causal_lm), axis.size)
     cutter = Cutter(axis)
     for block in blocks:
-        _cut_block(block, cutter, skip_experts=bool(spread.mesh["ep"]))
+        cut_block(block, cutter, skip_experts=bool(spread.mesh["ep"]))
         border_block(block.module, axis, sequence_parallel=sequence_parallel)
     _cut_vocabulary(causal_lm, cutter, sequence_parallel)
     if sequence_parallel:
@@ -61,59 +58,6 @@ def apply_tensor_parallel(
     for name, parameter in whole.named_parameters():
         if id(parameter) in cutter.partial:
             spread.mark_partial(name, "tp")
-
-
-def _cut_block(block: Block, cutter: Cutter, *, skip_experts: bool) -> None:
-    module: Any = block.module
-    axis = cutter.axis
-    for name, style in block.linears.items():
-        linear = module.get_submodule(name)
-        cut_linear(linear, style, cutter, f"{block.name}.{name}")
-        if style.rejoined:
-            (rejoin_outputs if style.side == "out" else split_inputs)(linear, axis)
-    for name, slab in block.slabs.items():
-        owner, own = module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-        if slab.once:
-            cutter.once(owner, own)
-        else:
-            cutter.cut(owner, own, slab.dim, slab.parts)
-    replaced = {id(new) for _, new in cutter.done.values()}
-    for part in module.modules():
-        if skip_experts and hasattr(part, "is_transposed"):  # whoever cuts experts says what their gradients are
-            continue
-        for own, parameter in part._parameters.items():
-            if parameter is not None and id(parameter) not in replaced:
-                cutter.whole(part, own)
-    if block.heads and not any(style.rejoined for style in block.linears.values()):
-        localize_heads(block, axis.size)
-
-
-class LocalConfig:
-    """A configuration in which some values are those of one rank."""
-
-    def __init__(self, whole: Any, **local: Any) -> None:
-        self.__dict__.update(local, _whole=whole)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_whole":
-            raise AttributeError(name)
-        return getattr(self._whole, name)
-
-
-def localize_heads(block: Block, size: int) -> None:
-    """Tell an attention module how many heads it has here, wherever it keeps that number."""
-    module: Any = block.module
-    heads, kv_heads = block.heads // size, max(1, block.kv_heads // size)
-    for name in ("num_heads", "num_attention_heads", "n_heads", "n_head"):
-        if getattr(module, name, None) == block.heads:
-            setattr(module, name, heads)
-    for name in ("num_key_value_heads", "num_kv_heads"):
-        if getattr(module, name, None) == block.kv_heads:
-            setattr(module, name, kv_heads)
-    if getattr(module, "num_key_value_groups", None) == block.heads // block.kv_heads:
-        module.num_key_value_groups = heads // kv_heads
-    if block.packed and hasattr(module, "config"):  # split at a head count of the configuration's
-        module.config = LocalConfig(module.config, num_attention_heads=heads, num_key_value_heads=kv_heads)
 
 
 def _cut_vocabulary(causal_lm: PreTrainedModel, cutter: Cutter, sequence_parallel: bool) -> None:

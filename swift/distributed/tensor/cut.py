@@ -42,16 +42,30 @@ def take_ranges(tensor: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
+def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
+    """For `fully_shard`'s `shard_placement_fn`: another dimension than the one that parts of a matrix are cut along.
+
+    Sharded along the same one, the weights that run would be right, and the whole tensor that a checkpoint is made of
+    would have its rows in another order (torch 2.13).
+    """
+    if not isinstance(parameter, DTensor):
+        return None
+    taken = {placement.dim for placement in parameter.placements if isinstance(placement, _StridedShard)}
+    return Shard(1) if 0 in taken else None
+
+
 @dataclass
 class Cutter:
     """Cuts parameters along one axis, each once, however many modules share it.
 
     Attributes:
         axis: along which.
+        plain: put plain tensors in place instead of DTensors, for a look at one rank's part without the others.
         partial: ids of the parameters whose gradients are summands, each rank's its own.
     """
 
     axis: Axis
+    plain: bool = False
     partial: set[int] = field(default_factory=set)
     # id -> the parameter as it was and as it is; the old one stays alive so that no id comes twice
     done: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
@@ -96,12 +110,16 @@ class Cutter:
         if len(parts) == 1:
             return Shard(dim)
         equal = len({part.size for part in parts}) == 1
-        # `fully_shard` needs another dimension to shard along: it can't tell the parts apart
+        # `fully_shard` needs another dimension to shard along, see `fsdp_placement`
         return _StridedShard(dim, split_factor=len(parts)) if equal and parameter.ndim > 1 else None
 
     def _replace(self, module: nn.Module, name: str, local: torch.Tensor, placement: Placement) -> None:
         parameter = module._parameters[name]
-        assert parameter is not None and self.axis.device_mesh is not None
+        assert parameter is not None
+        if self.plain:
+            module._parameters[name] = nn.Parameter(local.clone(), requires_grad=False)
+            return
+        assert self.axis.device_mesh is not None
         if id(parameter) not in self.done:
             stride = torch.empty(parameter.shape, device="meta").stride()
             spread = DTensor.from_local(

@@ -204,7 +204,7 @@ class _Planner:
         said = self.styled(name)
         packed = self._packed_parts(block, last, outputs) if said in (None, "colwise_gather_output") else ()
         if said is None or said in _ONLY_COMMUNICATION:
-            side, rejoined = self._by_name(name, last), False
+            side, rejoined = self._by_name(block, name, last), False
             block.guessed |= side != "whole"
         else:
             side, rejoined = _OF_LINEAR[said]
@@ -220,12 +220,12 @@ class _Planner:
             raise self.refusal(name, "packed along its inputs")
         return Style("in", (Part(inputs, block.heads or inputs),), rejoined)
 
-    def _by_name(self, name: str, last: str) -> str:
+    def _by_name(self, block: Block, name: str, last: str) -> str:
         if last in _OUT or last in ("qkv_proj", "gate_up_proj"):
             return "out"
         if last in _IN:
             return "in"
-        if last in _WHOLE:
+        if _chooses(block, name):
             return "whole"
         raise self.refusal(name, "not in its plan, and no name that says how to cut it")
 
@@ -282,7 +282,7 @@ class _Planner:
             elif own == "sinks" and block.heads:
                 block.slabs[path] = Slab(0, (Part(parameter.shape[0], block.heads),))
                 block.guessed = True
-            elif parameter.ndim > 1 and said is None and name.rsplit(".", 1)[-1] not in _WHOLE:
+            elif parameter.ndim > 1 and said is None and not _chooses(block, name):
                 raise self.refusal(full, "not in its plan, and no name that says how to cut it")
 
 
@@ -301,6 +301,11 @@ def linear_sizes(unit: Any) -> tuple[int, int]:
     """Inputs and outputs of a linear layer, perhaps inside an adapter layer."""
     base: Any = unit.get_base_layer() if isinstance(unit, BaseTunerLayer) else unit
     return int(base.in_features), int(base.out_features)
+
+
+def _chooses(block: Block, name: str) -> bool:
+    """Whether a module of the block is, or is inside of, a router or a narrow projection that all ranks compute."""
+    return not _WHOLE.isdisjoint(name.removeprefix(block.name).split("."))
 
 
 def _holds_experts(module: nn.Module) -> bool:
