@@ -42,8 +42,9 @@ class _TiledAttention(torch.autograd.Function):
     def forward(ctx: Any, query, key, value, sinks, tiles: list[Tile], scores: Scores) -> torch.Tensor:
         running = Running(query, value.shape[2])
         attend(tiles, Inputs(query, key, value), scores, running)
-        output = running.finish(sinks).to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, running.logsumexp, sinks)
+        total, logsumexp = running.finish(sinks)
+        output = total.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, logsumexp, sinks)
         ctx.plan = tiles, scores
         return output
 

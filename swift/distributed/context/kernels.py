@@ -54,28 +54,37 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class Running:
-    """Output [heads, tokens, value_dim] and log-sum-exp [heads, tokens] of the tiles so far."""
+    """Output [heads, tokens, value_dim] and log-sum-exp [heads, tokens] of the tiles so far.
+
+    The log-sum-exp is fp64: the tiles' shares must add up to 1, or gradients that are small differences of large
+    numbers (queries' and keys', where values are alike) lose a digit with each merge.
+    """
 
     def __init__(self, query: torch.Tensor, value_dim: int) -> None:
         heads, tokens, _ = query.shape
         self.output = query.new_zeros(heads, tokens, value_dim, dtype=wide(query.dtype))
-        self.logsumexp = query.new_full((heads, tokens), float("-inf"), dtype=wide(query.dtype))
+        self.logsumexp = query.new_full((heads, tokens), float("-inf"), dtype=torch.float64)
 
     def add(self, tile: Tile, part: torch.Tensor, logsumexp: torch.Tensor) -> None:
         rows = slice(tile.q_start, tile.q_end)
         output, before = self.output[:, rows], self.logsumexp[:, rows]
+        logsumexp = logsumexp.double()
         total = torch.logaddexp(before, logsumexp)
-        output.mul_((before - total).exp_()[..., None])
-        output.addcmul_(part.to(output.dtype), (logsumexp - total).exp_()[..., None])
+        output.mul_(_share(before, total, output.dtype))
+        output.addcmul_(part.to(output.dtype), _share(logsumexp, total, output.dtype))
         before.copy_(total)
 
-    def finish(self, sinks: torch.Tensor | None) -> torch.Tensor:
-        """The output, once `sinks` [heads] have taken their part of every query's weight."""
+    def finish(self, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and log-sum-exp in the type of sums, once `sinks` [heads] have taken their part of every query."""
+        total = self.logsumexp
         if sinks is not None:
-            before = self.logsumexp
-            self.logsumexp = torch.logaddexp(before, sinks.to(before.dtype)[:, None])
-            self.output.mul_((before - self.logsumexp).exp_()[..., None])
-        return self.output
+            total = torch.logaddexp(total, sinks.double()[:, None])
+            self.output.mul_(_share(self.logsumexp, total, self.output.dtype))
+        return self.output, total.to(self.output.dtype)
+
+
+def _share(logsumexp: torch.Tensor, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (logsumexp - total).exp_()[..., None].to(dtype)
 
 
 def attend(tiles: list[Tile], inputs: Inputs, scores: Scores, running: Running) -> None:

@@ -81,8 +81,9 @@ class _RingAttention(torch.autograd.Function):
             attend(tiles, Inputs(query, *here), ring.scores, running)
             if coming is not None:
                 here = coming.arrived()
-        output = running.finish(sinks).to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, running.logsumexp, sinks)
+        total, logsumexp = running.finish(sinks)
+        output = total.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, logsumexp, sinks)
         ctx.ring = ring
         return output
 
