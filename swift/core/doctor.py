@@ -82,6 +82,8 @@ VARIABLES = {
     "NPROC_PER_NODE": "training and inference start that many processes",
     "NNODES": "training runs on that many machines; NODE_RANK, MASTER_ADDR and MASTER_PORT say which and "
     "where (the launcher then sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE)",
+    "GLOO_SOCKET_IFNAME": "processes talk over that network interface; chosen by the way to machine 0 otherwise",
+    "NCCL_SOCKET_IFNAME": "GPUs talk over that network interface",
     "LOG_LEVEL": "least severity of messages",
 }
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")

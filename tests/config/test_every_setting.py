@@ -30,6 +30,10 @@ def another_value(setting: Setting):
     if setting.is_dict:
         value = {"a": "b"}
         return value, [json.dumps(value)]
+    if setting.is_list and get_args(setting.base)[0] is int:
+        return [3, 5], ["3", "5"]
+    if setting.name == "deepspeed":
+        return "zero2", ["zero2"]
     if setting.is_list and get_args(setting.base)[0] is float:
         return [0.25, 2.0], ["0.25", "2.0"]
     if setting.is_list:

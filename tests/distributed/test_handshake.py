@@ -27,7 +27,7 @@ VERSIONS = {"python": "3.11", "torch": "2.13.0"}
 
 def member(rank: int, world: int = 3, **changes) -> Member:
     return dataclasses.replace(
-        Member(rank, world, rank, world, f"host{rank}", str(rank), "cpu", "10.0.0.1", "sum", VERSIONS), **changes
+        Member(rank, world, rank, world, f"host{rank}", str(rank), "cpu", "192.0.2.1", "sum", VERSIONS), **changes
     )
 
 
@@ -68,7 +68,7 @@ def test_everybody_gets_everybody():
     ],
 )  # fmt: skip
 def test_a_different_rank_is_named_on_all(wrong, words, fix, monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
     results = meeting([member(0), member(1, **wrong), member(2)])
     for error in results:
         assert isinstance(error, SwiftError)

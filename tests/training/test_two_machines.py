@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from runs import BASE, command, environment, read_log, run_cli
 
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES = ("198.51.100.1", "198.51.100.2")
 # the names resolve nowhere, as on many clusters' nodes
 NAMED = "import os, socket, sys; socket.sethostname(sys.argv[1]); os.execvp(sys.argv[2], sys.argv[2:])"
 
@@ -133,10 +133,10 @@ def test_an_interface_that_is_not_there(on_machine, flags):
 
 def test_a_master_that_can_not_be_reached(on_machine, flags):
     began = time.monotonic()
-    absent = on_machine(1, command({**flags, **place(1, master_addr="10.77.0.99", join_timeout_s=4)}))
+    absent = on_machine(1, command({**flags, **place(1, master_addr="198.51.100.99", join_timeout_s=4)}))
     nowhere = on_machine(1, command({**flags, **place(1, master_addr="192.0.2.7", join_timeout_s=4)}))
     code, output = ended(absent)
-    assert code == 1 and "machine 0 can't be reached at 10.77.0.99:29611 after 4 s" in output
+    assert code == 1 and "machine 0 can't be reached at 198.51.100.99:29611 after 4 s" in output
     code, output = ended(nowhere)
     assert code == 1 and "there is no way to it" in output and ADDRESSES[1] in output
     assert time.monotonic() - began < 60
