@@ -64,3 +64,10 @@ def enable_trained_linear(decoder: nn.Module) -> int:
             module.__class__ = TrainedLinear
             count += 1
     return count
+
+
+def disable_trained_linear(decoder: nn.Module) -> None:
+    """Give the layers their own forward back."""
+    for module in decoder.modules():
+        if type(module) is TrainedLinear:
+            module.__class__ = nn.Linear  # type: ignore[assignment]

@@ -25,10 +25,12 @@ from swift.distributed.collectives import all_reduce
 from swift.distributed.context.batches import cut_batch, rows_length
 from swift.distributed.gradients import clip_gradients, cut_axes
 from swift.distributed.pipeline.runner import PipelineRunner
-from swift.distributed.pipeline.schedules import micro_batches_needed
+from swift.distributed.pipeline.schedules import SPLIT_BACKWARD, micro_batches_needed
 from swift.distributed.sharding import sharded_modules
 from swift.distributed.spread import Spread, finish_gradients, local_tensor
 from swift.distributed.traffic import TRAFFIC
+from swift.models.lora_kernel import disable_fast_lora
+from swift.models.trained_linear import disable_trained_linear
 from swift.objectives import LossTerms
 from swift.optim.local import LocalParameters
 from swift.training.stage import StageModule
@@ -78,10 +80,21 @@ class Pipeline:
         self._names: dict[bool, list[str]] = {}
         self._norm = 0.0
         self._refuse_unknown()
+        if schedule in SPLIT_BACKWARD:  # functions of inputs and weights at once would run backward twice
+            disable_fast_lora(self.module)
+            disable_trained_linear(self.module)
         self._prepare_sums()
         self._tied = self._find_tied()
 
     def _refuse_unknown(self) -> None:
+        compiled = any(getattr(part, "_compiled_call_impl", None) is not None for part in self.module.modules())
+        if compiled and self._schedule in SPLIT_BACKWARD:
+            raise UsageError(
+                f"--pipeline_schedule {self._schedule} takes gradients of inputs and weights apart, and compiled "
+                "layers give them at once",
+                where="--torch_compile",
+                fix="--pipeline_schedule interleaved, or leave --torch_compile out",
+            )
         if len(self.stages) > 1 and any(stage.router_loss is not None for stage in self.stages):
             raise UsageError(
                 f"--pipeline_schedule {self._schedule} can't balance the experts' load",

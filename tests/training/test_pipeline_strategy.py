@@ -31,13 +31,22 @@ from training.architectures import build as build_architecture
 from swift.config.degrees import Degrees
 from swift.config.parallel import ParallelConfig
 from swift.config.training import ObjectiveConfig
+from swift.core.errors import UsageError
 from swift.data.loading.loader import Batch
+from swift.distributed.context.attention import use_context_attention
 from swift.distributed.mesh import Mesh, build_mesh
 from swift.distributed.pipeline.schedules import stages_of_rank, stages_per_rank
 from swift.distributed.pipeline.split import keep_stage, model_costs, stage_layers
 from swift.distributed.sharding import apply_fsdp
 from swift.distributed.spread import Spread
+from swift.distributed.tensor import apply_tensor_parallel
 from swift.models.attention import VARLEN
+from swift.models.elementwise import enable_fast_elementwise
+from swift.models.head import find_head
+from swift.models.lora_kernel import FastLoRALinear, enable_fast_lora
+from swift.models.prepare import compile_layers, enable_checkpointing
+from swift.models.router import RouterLoss
+from swift.models.trained_linear import TrainedLinear, enable_trained_linear
 from swift.objectives import LossTerms, build_objective
 from swift.optim.local import local_parameters
 from swift.training.pipeline import Pipeline, stage_parameters, tie_stages
@@ -60,6 +69,8 @@ class Case:
     fsdp: bool = False
     layers: tuple[int, ...] = ()
     degrees: Degrees = TWO
+    sequence_parallel: bool = False
+    recompute: bool = False
 
     def __str__(self) -> str:
         sharded = " fsdp" if self.fsdp else ""
@@ -80,7 +91,18 @@ def make_pipeline(
         tiny = make() if make is not None else build(case.kind, case.tuner)
         plan = stage_layers(model_costs(tiny.causal_lm), ranks * per_rank, case.layers)
         keep_stage(tiny.whole, tiny.causal_lm, plan, stage)
-        chunk = Chunk(stage, len(plan), tiny.whole, tiny.causal_lm, tiny.head)
+        shares = case.sequence_parallel
+        apply_tensor_parallel(tiny.whole, tiny.causal_lm, spread, sequence_parallel=shares)
+        if mesh["cp"]:
+            use_context_attention(tiny.causal_lm, spread)
+        enable_fast_elementwise(tiny.whole)
+        if tiny.whole is tiny.causal_lm:
+            enable_trained_linear(tiny.decoder)
+        enable_fast_lora(tiny.whole)
+        if case.recompute:
+            enable_checkpointing(tiny.causal_lm)
+        head = find_head(tiny.causal_lm, axis=mesh["tp"])
+        chunk = Chunk(stage, len(plan), tiny.whole, tiny.causal_lm, head)
         module = StageModule(
             chunk, objective=objective, evaluation=objective.evaluation(), autocast=autocast, **options
         )
@@ -90,7 +112,9 @@ def make_pipeline(
             apply_fsdp(module, module.chunk.causal_lm, spread, config, compute=torch.float32)
     else:
         tie_stages(stages)
-    return Pipeline(stages, spread, local_parameters(stage_parameters(stages)), case.schedule)
+    local = local_parameters(stage_parameters(stages))
+    multiple = mesh["tp"].size if case.sequence_parallel else 1
+    return Pipeline(stages, spread, local, case.schedule, multiple=multiple)
 
 
 def one_step(pipeline: Pipeline, batches: list[Batch], weight: float) -> float:
@@ -154,11 +178,17 @@ FAST = [
     Case("gqa", "full", "packed", "interleaved", count=5),
     Case("qk_norm", "lora", "padded", "gpipe"),
     Case("moe", "full", "padded", "zbv", count=3),
+    Case("gqa", "full", "packed", "zbv", recompute=True),
     Case("tied", "full", "packed", "1f1b", count=2, degrees=FOUR),
     Case("tied", "full", "packed", "zbv", fsdp=True, degrees=SHARDED),
     Case("tied", "full", "padded", "1f1b", degrees=REPLICATED),
+    Case("tied", "full", "packed", "zbv", degrees=Degrees(pp=2, tp=2), sequence_parallel=True),
 ]
-SLOW = [Case(*choice) for choice in itertools.product(KINDS, TUNERS, LAYOUTS, SCHEDULES)]
+SLOW = [
+    Case("gqa", "lora", "padded", "1f1b", degrees=Degrees(pp=2, ring=2)),
+    Case("moe", "full", "packed", "interleaved", degrees=Degrees(pp=2, tp=2)),
+]
+SLOW += [Case(*choice) for choice in itertools.product(KINDS, TUNERS, LAYOUTS, SCHEDULES)]
 SLOW += [
     Case(kind, tuner, "packed", schedule, fsdp=True, degrees=SHARDED)
     for kind, tuner, schedule in itertools.product(KINDS, TUNERS, SCHEDULES)
@@ -352,3 +382,51 @@ def test_a_rank_that_fails_in_a_step_does_not_leave_the_others_waiting():
     waiting, failing = on_ranks(2, one_rank_fails, timeout_s=60)
     assert "failed to run forward" in failing
     assert "nothing" not in waiting
+
+
+def fast_layers(schedule: str) -> tuple[set[type], str]:
+    mesh = build_mesh(Degrees(pp=2), "cpu")
+    kinds = set()
+    for tuner in TUNERS:
+        pipeline = make_pipeline(Case("untied", tuner, schedule=schedule), mesh)
+        kinds |= {type(module) for module in pipeline.module.modules()} & {TrainedLinear, FastLoRALinear}
+    for stage in pipeline.stages:
+        compile_layers(stage.chunk.causal_lm.base_model)
+    try:
+        Pipeline(pipeline.stages, Spread(mesh), pipeline.local, schedule)
+    except UsageError as error:
+        return kinds, error.message
+    return kinds, ""
+
+
+def test_no_function_runs_backward_twice_where_gradients_are_taken_apart():
+    plain, apart = on_ranks(2, fast_layers, "1f1b")[0], on_ranks(2, fast_layers, "zbv")[0]
+    assert plain == ({TrainedLinear, FastLoRALinear}, "")
+    assert apart[0] == set() and "compiled layers give them at once" in apart[1]
+
+
+def balanced() -> tuple[float, float]:
+    mesh, batches = build_mesh(Degrees(pp=2), "cpu"), make_batches("padded", 3)
+    weight = sum(batch.weight for batch in batches)
+    pipeline = make_pipeline(Case("moe"), mesh)
+    for stage in pipeline.stages:
+        stage.router_loss = RouterLoss(stage.chunk.causal_lm, 0.5, mesh)
+    (portion,) = pipeline.prepare(batches)
+    terms = pipeline.forward(portion, lambda loss_sum: loss_sum / weight, True)
+    pipeline.backward(terms, lambda loss_sum: loss_sum / weight, True)
+    whole = build("moe")
+    module = whole.train_module()
+    module.router_loss = RouterLoss(whole.causal_lm, 0.5)
+    shown = 0.0
+    for batch, mine in zip(batches, terms, strict=True):
+        expected = module(batch)
+        (expected.loss_sum / weight).backward()
+        shown = max(shown, abs(float(mine.sums["router_aux_loss"] / expected.sums["router_aux_loss"]) - 1))
+        assert mine.counts["router_aux_loss"] == expected.counts["router_aux_loss"]
+    reference = dict(whole.whole.named_parameters())
+    return shown, max(relative(p.grad, reference[name].grad) for name, p in trained(pipeline))
+
+
+def test_the_load_of_experts_on_all_stages_is_balanced():
+    for shown, error in on_ranks(2, balanced):
+        assert shown < 1e-5 and error < 1e-5

@@ -4,7 +4,9 @@ A stage is a module `stage(received, number)`: it gets the hidden states that th
 of use) and the number of a micro-batch, a CPU tensor int64 [1], by which it finds whatever else it needs; it gives
 hidden states, and the last one what is differentiated. All micro-batches of a step have one shape, so nobody needs to
 ask for it: what travels is described once, by the first run (`describe`), and PyTorch's stages are built from that,
-again whenever the number or the length of micro-batches changes.
+again whenever the number or the length of micro-batches changes (they agree on it with a few bytes each time).
+
+Not yet run on a GPU.
 """
 
 from __future__ import annotations
