@@ -80,7 +80,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+FAST = {"ring 2, everything", "ring 4", "ulysses 4, one key head", "product", "gathered 2"}
+
+
+@pytest.mark.parametrize("way", [pytest.param(w, marks=[] if w in FAST else [pytest.mark.slow]) for w in WAYS])
 def test_shares_attend_as_the_whole_row_does(way):
     for found in on_ranks(WAYS[way][0].world_size, errors, *WAYS[way]):
         wrong = {row: values for row, values in found.items() if not max(values) < 1e-12}
@@ -139,6 +142,24 @@ def test_bytes_of_gathered_keys():
     for forward, backward in on_ranks(2, sent, Degrees(ring=2), True, torch.float32):
         assert forward == ({("ring", "all_gather"): kv}, {("ring", "all_gather"): 2})
         assert backward == ({("ring", "reduce_scatter"): kv}, {("ring", "reduce_scatter"): 2})
+
+
+def under_autocast(degrees: Degrees) -> tuple[torch.dtype, float]:
+    """Type of the output, and its difference from float64, where queries are left in float32."""
+    mesh = build_mesh(degrees, "cpu")
+    borders = ROWS["very different"]
+    *whole, _ = draw(borders, 4, 2)
+    expected = dense(Inputs(*whole), borders, Scores(0.3), None)
+    shares = [t.detach()[None, :, share_index(LENGTH, mesh)].float() for t in whole]
+    module = sharing(mesh, False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, _ = context.context_attention(module, *shares, None, 0.3, **segment_arguments(borders, expected.device))
+    return output.dtype, difference(join_shares(output, mesh)[0].transpose(0, 1), expected)
+
+
+def test_autocast_decides_the_type():
+    for dtype, error in on_ranks(2, under_autocast, Degrees(ring=2)):
+        assert dtype == torch.bfloat16 and 1e-4 < error < 1e-2
 
 
 # --- setting it up ---
