@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from swift.core.devices import Device
 from swift.core.files import human_bytes
+from swift.distributed.spread import local_tensor
 
 # Share of the free memory that the estimate may fill; the rest is for what it doesn't see.
 USABLE_SHARE = 0.8
@@ -47,7 +48,10 @@ class MemoryEstimate:
 def estimate_memory(
     model: nn.Module, config: PretrainedConfig, *, tokens: int, dtype: torch.dtype, logits_rows: int
 ) -> MemoryEstimate:
-    """Estimate for micro-batches of `tokens` tokens (padding included) and chunks of `logits_rows` logits."""
+    """Estimate for micro-batches of `tokens` tokens (padding included) and chunks of `logits_rows` logits.
+
+    Of a model that is spread over processes, the part that this one holds counts.
+    """
     text = config.get_text_config()
     hidden, layers = text.hidden_size, text.num_hidden_layers
     feed_forward = getattr(text, "intermediate_size", None) or 4 * hidden
@@ -56,9 +60,10 @@ def estimate_memory(
     width = torch.finfo(dtype).bits // 8
     per_layer = (HIDDEN_COPIES * hidden + FEED_FORWARD_COPIES * feed_forward) * tokens * width
     logits = 2 * logits_rows * text.vocab_size * 4
-    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    here = [(local_tensor(parameter.detach()), parameter.requires_grad) for parameter in model.parameters()]
+    trained = sum(part.numel() * part.element_size() for part, learns in here if learns)
     return MemoryEstimate(
-        weights=sum(p.numel() * p.element_size() for p in model.parameters()),
+        weights=sum(part.numel() * part.element_size() for part, _ in here),
         gradients=trained,
         optimizer=2 * trained,
         activations=per_layer * layers + logits,

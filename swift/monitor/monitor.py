@@ -188,6 +188,9 @@ def header_lines(plan: dict[str, Any], resumed_step: int | None) -> list[str]:
         if resumed_step is not None:
             steps += f" · goes on after step {resumed_step}"
         lines.append(steps)
+    if plan.get("layout"):
+        lines.append(f"spread  {plan['layout']}")
+        lines.extend(f"        {line}" for line in plan.get("layout_table", "").splitlines())
     if plan.get("run_dir"):
         lines.append(f"run     {plan['run_dir']}")
     lines.extend(f"note    {note}" for note in plan.get("notes", ()))

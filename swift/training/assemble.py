@@ -18,24 +18,22 @@ from swift.core.errors import CheckpointError
 from swift.core.files import human_bytes
 from swift.data.loading.loader import Loader
 from swift.data.loading.train_set import Place
+from swift.distributed.mesh import Mesh
 from swift.models.adapters import load_adapter_weights, save_adapter
 from swift.models.loading import load_model
 from swift.models.prepare import seed_everything
 from swift.models.quiet import quiet_transformers
 from swift.models.tuners import (
-    adapter_regularizer,
     adapter_step_callback,
     set_total_steps,
 )
-from swift.objectives import build_objective
-from swift.optim import build_optimizer, build_schedule
+from swift.optim import build_schedule
 from swift.training.data import Data, evaluation_rhythm
+from swift.training.engine import build_engine
 from swift.training.model import Model, save_memory
-from swift.training.module import TrainModule
 from swift.training.plan import DataIdentity, build_layout, run_length
 from swift.training.saver import RunSaver
 from swift.training.session import Session, model_label
-from swift.training.strategy import DataParallel
 from swift.training.trainer import Callback, Trainer, TrainerParts
 
 
@@ -60,27 +58,13 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
     )
     loader = data.train.loader(layout, place, position.get("facts"))
     save_memory(config, session, model, loader)
-    objective = build_objective(config.objective)
-    module = TrainModule(
-        model.whole,
-        decoder=model.decoder,
-        head=model.head,
-        objective=objective,
-        evaluation=objective.evaluation(),
-        neftune_alpha=config.objective.neftune_noise_alpha,
-    )
     length = run_length(config, loader, session.state)
     steps = length.total_steps
     set_total_steps(model.whole, steps)
     saver = build_saver(config, session, data, model)
     if session.resumed is not None:
         saver.load_trained(session.resumed.path)
-    optimizer = build_optimizer(
-        model.whole,
-        config.optimizer,
-        tuner_type=config.tuner.tuner_type,
-        lorap_lr_ratio=config.tuner.lorap_lr_ratio,
-    )
+    together, optimizer = build_engine(config, session, model, layout.micro_batches)
     identity = DataIdentity.of(data.train.digest(), loader)
     _check_identity(session, identity)
     if position:
@@ -88,12 +72,9 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
     _note_changes(session, loader, steps)
     session.state.data_fingerprint, session.state.layout = identity.rows, identity.order
     step_callback = adapter_step_callback(model.whole)
-    strategy = DataParallel(
-        module, group, session.precision, mesh=session.mesh, regularizer=adapter_regularizer(model.whole)
-    )
     evaluation = evaluation_rhythm(config, data.val)
     parts = TrainerParts(
-        strategy=strategy,
+        strategy=together.strategy,
         optimizer=optimizer,
         schedule=build_schedule(config.optimizer, steps),
         loader=loader,
@@ -109,10 +90,12 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
         length=length,
         eval_examples=data.val,
         eval_tokens_per_batch=_eval_tokens(config),
-        callbacks=[AfterStep(step_callback)] if step_callback else [],
+        callbacks=([AfterStep(step_callback)] if step_callback else []) + together.callbacks,
+        rank_states=together.rank_states,
+        shared_weights=together.shared_weights,
     )
     trainer = Trainer(parts, session.state)
-    seed_everything(config.training.seed + 1 + group.rank)  # dropout differs between ranks
+    seed_everything(_dropout_seed(config, session.mesh))
     if session.continues and session.resumed is not None:
         saver.resume(session.resumed.path, trainer)
         trainer.last_checkpoint = session.resumed.path
@@ -126,6 +109,11 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
     session.notes += [words] if words else []
     session.monitor.start(_plan(config, session, data, model, trainer))
     return trainer
+
+
+def _dropout_seed(config: SftConfig, mesh: Mesh) -> int:
+    """Dropout differs between ranks with other tokens or layers, not between ranks that hold the same (along `tp`)."""
+    return config.training.seed + 1 + mesh["loss"].rank + mesh["loss"].size * mesh["pp"].rank
 
 
 class AfterStep(Callback):
@@ -236,8 +224,9 @@ def _plan(config: SftConfig, session: Session, data: Data, model: Model, trainer
     upto = "up to " if not outlook.exact or (outlook.units or 0) % loader.global_units else ""
     batch = f"{upto}{loader.global_units} {unit} a step"
     shares = [f"{layout.units_per_micro_batch} x {layout.micro_batches} accumulated"]
-    if group.world_size > 1:
-        shares.append(f"x {group.world_size} processes")
+    data_ranks = session.mesh["dp"].size
+    if data_ranks > 1:
+        shares.append(f"x {data_ranks} {'processes' if data_ranks == group.world_size else 'data-parallel ranks'}")
     how = "packed" if layout.packing_length else "padding-free" if layout.padding_free else "padded"
     used = f", {100 * outlook.efficiency:.1f} % of slots used" if outlook.efficiency is not None else ""
     batch += f" ({' '.join(shares)}; {how}{used})"
@@ -252,6 +241,8 @@ def _plan(config: SftConfig, session: Session, data: Data, model: Model, trainer
         "tokens_per_epoch": outlook.tokens,
         "batch": batch,
         "total_steps": length.total_steps,
+        "layout": session.layout.words(),
+        "layout_table": session.layout.table,
         "steps_per_epoch": -(-outlook.units // loader.global_units) if outlook.units else None,
         "estimated": not outlook.exact,
         "run_dir": str(session.run_dir),

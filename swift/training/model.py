@@ -24,7 +24,9 @@ from swift.models.tuners import (
 from swift.objectives.linear_cross_entropy import chunk_rows
 from swift.training.data import Data
 from swift.training.module import decoder_owner
+from swift.training.parallelize import Making, SpreadModel
 from swift.training.session import Session
+from swift.training.spread_build import build_spread, trainable_of
 
 
 @dataclass
@@ -34,6 +36,7 @@ class Model:
     Attributes:
         whole: the model with its adapters; causal_lm: the Hugging Face model inside.
         padding_free: whether it takes examples laid end to end.
+        spread: set where this process holds only a part: `whole` and the rest are its first piece's then.
     """
 
     whole: nn.Module
@@ -42,11 +45,20 @@ class Model:
     head: OutputHead
     padding_free: bool
     trainable: dict[str, Any]
+    spread: SpreadModel | None = None
+    making: Making | None = None
+
+    @property
+    def parts(self) -> list[PreTrainedModel]:
+        """The Hugging Face models that this process holds: stages of a pipeline, or the one."""
+        return [self.causal_lm] if self.spread is None else [chunk.causal_lm for chunk in self.spread.chunks]
 
 
 def build_model(config: SftConfig, session: Session, data: Data) -> Model:
     """Load, adapt, and choose how it attends; prove that head and attention mean what the model means."""
-    dtype = torch.float32 if config.tuner.tuner_type == "full" else session.precision.compute
+    if session.layout.spread:
+        return _spread(config, session, data)
+    dtype = session.precision.stored(full=config.tuner.tuner_type == "full")
     causal_lm = load_model(
         data.model_path, config.model, dtype=dtype, device=session.device.torch_device, tokenizer=data.tokenizer
     )
@@ -75,12 +87,20 @@ def build_model(config: SftConfig, session: Session, data: Data) -> Model:
     return Model(whole, decoder_owner(whole), decoder, head, padding_free, trainable_summary(whole))
 
 
+def _spread(config: SftConfig, session: Session, data: Data) -> Model:
+    spread, making, padding_free = build_spread(config, session, data)
+    first = spread.chunks[0]
+    trainable = trainable_of(spread, session)
+    decoder = find_decoder(first.causal_lm)
+    return Model(first.whole, first.causal_lm, decoder, first.head, padding_free, trainable, spread, making)
+
+
 def save_memory(config: SftConfig, session: Session, model: Model, loader: Loader) -> None:
     """Decide on recompute from an estimate; compile if asked to."""
     estimate = estimate_memory(
         model.whole,
         model.causal_lm.config,
-        tokens=loader.largest_micro_batch,
+        tokens=loader.largest_micro_batch // session.mesh["cp"].size,
         dtype=session.precision.compute,
         logits_rows=chunk_rows(model.causal_lm.config.get_text_config().vocab_size, config.objective.loss_chunk_size),
     )
@@ -92,7 +112,8 @@ def save_memory(config: SftConfig, session: Session, model: Model, loader: Loade
     )
     session.notes.append(words)
     if on:
-        enable_checkpointing(model.causal_lm)
-    if config.training.torch_compile:
+        for part in model.parts:
+            enable_checkpointing(part)
+    if config.training.torch_compile and model.spread is None:
         compile_layers(model.decoder)
         session.notes.append("the layers are compiled in the first steps, which take half a minute or more")

@@ -28,6 +28,10 @@ class Precision:
     compute: torch.dtype
     device_type: str
 
+    def stored(self, *, full: bool) -> torch.dtype:
+        """The type in which a model's own weights are held: all trained (`full`), or frozen beside an adapter."""
+        return torch.float32 if full else self.compute
+
     @property
     def name(self) -> str:
         return str(self.compute).removeprefix("torch.")

@@ -12,7 +12,6 @@ import torch
 from swift.checkpoint import Checkpoint, RunLock, RunState, clear, find_checkpoint, list_checkpoints, remove_unfinished
 from swift.config.cluster import read_cluster
 from swift.config.commands import PtConfig, SftConfig
-from swift.config.degrees import Degrees
 from swift.config.files import to_flat
 from swift.core.devices import Device, detect_device
 from swift.core.errors import UsageError
@@ -24,6 +23,7 @@ from swift.distributed.mesh import Mesh, build_mesh
 from swift.distributed.shared import check_shared_folder
 from swift.models.prepare import seed_everything
 from swift.monitor import Monitor, build_monitor
+from swift.training.layout import Layout, settle_layout
 from swift.training.plan import run_folder
 from swift.training.precision import Precision, choose_precision
 
@@ -34,7 +34,7 @@ class Session:
 
     Attributes:
         command: the command's name, for messages.
-        mesh: the axes along which the processes share the work.
+        layout: how the processes share the work; mesh: their groups along each axis.
         resumed: the checkpoint that is continued (or whose weights are taken), if any.
         ask_thinking: how every row was asked, if the template can think and all were asked alike; inference then asks
             the same way.
@@ -44,6 +44,7 @@ class Session:
 
     command: str
     group: ProcessGroup
+    layout: Layout
     mesh: Mesh
     device: Device
     precision: Precision
@@ -95,7 +96,8 @@ def start_session(config: SftConfig) -> Session:
     try:
         resumed, state, run_dir = group.from_main(lambda: _open_run(config, locks))
         check_shared_folder(group, run_dir)
-        mesh = build_mesh(Degrees(dp_replicate=group.world_size), device.type)
+        layout = settle_layout(config, group, device)
+        mesh = build_mesh(layout.degrees, device.type)
         monitor = build_monitor(config.monitor, run_dir, rank=group.rank)
     except BaseException:  # a later call in this process may want the folder
         for lock in locks:
@@ -105,7 +107,10 @@ def start_session(config: SftConfig) -> Session:
     if state.step:
         monitor.resume_at(state.step)
     command = "pt" if isinstance(config, PtConfig) else "sft"
-    return Session(command, group, mesh, device, precision, run_dir, monitor, resumed, state, notes, locks=locks)
+    notes += layout.notes
+    return Session(
+        command, group, layout, mesh, device, precision, run_dir, monitor, resumed, state, notes, locks=locks
+    )
 
 
 def _open_run(config: SftConfig, locks: list[RunLock]) -> tuple[Checkpoint | None, RunState, Path]:

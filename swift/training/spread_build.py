@@ -1,0 +1,106 @@
+"""Build the model of a run whose processes hold parts of it: empty, cut, sharded, then each reads its own part."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from swift.config.commands import SftConfig
+from swift.core.errors import UsageError
+from swift.distributed.mesh import Axis
+from swift.models.empty import build_empty_model
+from swift.models.fill import Start, fill_model
+from swift.models.head import find_decoder
+from swift.models.loading import check_context
+from swift.models.prepare import choose_attention, compile_layers, fix_ends
+from swift.models.proof import small_model
+from swift.models.tuners import apply_tuner, trainable_summary
+from swift.training.data import Data
+from swift.training.parallelize import Making, SpreadModel, spread_model
+from swift.training.session import Session
+from swift.training.sharded import check_sharded_tuner
+
+
+def build_spread(config: SftConfig, session: Session, data: Data) -> tuple[SpreadModel, Making, bool]:
+    """The spread model, what it was made of, and whether examples are laid end to end.
+
+    Raises:
+        UsageError, ModelError: the model, or how it is tuned, can't be spread in the way that was asked for.
+    """
+    settings, degrees = session.layout.parallelism, session.layout.degrees
+    check_sharded_tuner(config.tuner, degrees, fsdp=settings.fsdp != "none")
+    dtype = session.precision.stored(full=config.tuner.tuner_type == "full")
+    start = Start(data.model_path, config.model, config.tuner, config.training.seed, dtype)
+    attention, padding_free = _settle_attention(config, session, data)
+    stops = data.encoder.stop_token_ids()
+
+    def build() -> tuple[nn.Module, PreTrainedModel]:
+        causal_lm = build_empty_model(data.model_path, config.model, dtype=dtype)
+        fix_ends(causal_lm, stops)
+        return apply_tuner(causal_lm, config.tuner, adapters=config.model.adapters), causal_lm
+
+    def prepare(whole: nn.Module, causal_lm: PreTrainedModel) -> None:
+        if config.training.torch_compile:
+            compile_layers(find_decoder(causal_lm))
+
+    def fill(module: nn.Module, causal_lm: PreTrainedModel) -> None:
+        fill_model(module, causal_lm, start, device=session.device.torch_device)
+
+    making = Making(
+        settings,
+        config.objective,
+        session.precision,
+        attention=attention,
+        pad_token_id=int(data.tokenizer.pad_token_id or 0),
+        prepare=prepare,
+        fill=fill,
+    )
+    model = spread_model(build, session.mesh, making)
+    if config.training.torch_compile:
+        session.notes.append("the layers are compiled in the first steps, which take half a minute or more")
+    return model, making, padding_free
+
+
+def _settle_attention(config: SftConfig, session: Session, data: Data) -> tuple[str, bool]:
+    """The attention's name and whether examples are laid end to end, proven on a small model of the same kind."""
+    rows = bool(session.mesh["tp"] or session.mesh["cp"] or session.mesh["pp"])
+    axis = next((name for name in ("tp", "cp", "pp") if session.mesh[name]), "")
+
+    def settle() -> tuple[str, bool, list[str]]:
+        empty = build_empty_model(data.model_path, config.model, dtype=session.precision.compute)
+        beyond = check_context(empty.config, data.train.longest)
+        small = small_model(empty.config, trust_remote_code=config.model.trust_remote_code)
+        padding_free, notes = choose_attention(
+            small, config.model.attn_impl, padding_free=config.batching.padding_free, packing=config.batching.packing
+        )
+        able = padding_free
+        if rows and not able:  # batches become rows of examples end to end, however they are loaded
+            able, _ = choose_attention(small, "auto", padding_free=None, packing=False)
+        if rows and not able:
+            raise UsageError(
+                f"{type(small).__name__} can't take examples laid end to end, which {axis} needs",
+                where=_FLAGS[axis],
+                fix="--fsdp fsdp2 shards it over the same processes",
+            )
+        name = small.config._attn_implementation or "sdpa"
+        return name, padding_free, notes + ([beyond] if beyond else [])
+
+    name, padding_free, notes = session.group.from_main(settle)
+    session.notes += notes
+    return name, padding_free
+
+
+_FLAGS = {
+    "tp": "--tensor_parallel_size",
+    "cp": "--sequence_parallel_size",
+    "pp": "--pipeline_parallel_size",
+}
+
+
+def trainable_of(model: SpreadModel, session: Session) -> dict[str, object]:
+    """Trained and all parameters, and their share, over all stages."""
+    own = [trainable_summary(chunk.whole) for chunk in model.chunks]
+    numbers = [float(sum(summary[name] for summary in own)) for name in ("trainable", "total")]
+    stages: Axis = session.mesh["pp"]
+    trainable, total = session.group.along(stages).sum(numbers)
+    return {"trainable": int(trainable), "total": int(total), "percent": 100 * trainable / total}
