@@ -27,12 +27,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
 from swift.config.parallel import ParallelConfig
 from swift.core.errors import ModelError, UsageError
 from swift.distributed.gradients import cut_axes
 from swift.distributed.spread import Spread
+from swift.distributed.tensor import fsdp_placement
 from swift.distributed.traffic import TRAFFIC
 from swift.models.head import find_decoder
 from swift.models.prepare import decoder_layers
@@ -79,6 +81,7 @@ def apply_fsdp(
         mp_policy=_precision(config, compute),
         offload_policy=_offload(config, spread),
         ignored_params=scalars,
+        shard_placement_fn=partial(_placement, ranks=spread.mesh["fsdp"].size),
     )
     spread_out = config.zero_stage == 3
     for experts in _expert_modules(module):
@@ -245,6 +248,19 @@ class UsedParameters:
             TRAFFIC.count("world", "all_reduce", 2 * (world - 1) / world * flags.numel())
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return {name for name, used in zip(names, flags.tolist(), strict=True) if not used}
+
+
+def _placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
+    """Rows, but for a packed matrix whose parts tensor parallelism has cut: its columns."""
+    placement = fsdp_placement(parameter)
+    if placement is not None and parameter.shape[placement.dim] % ranks:
+        raise ModelError(
+            f"a packed matrix of {list(parameter.shape)} can't be sharded over {ranks} ranks: {ranks} doesn't divide "
+            f"{parameter.shape[placement.dim]}",
+            where="--fsdp with --tensor_parallel_size",
+            fix="--dp_shard_size with a number that divides it, or leave one of the two out",
+        )
+    return placement
 
 
 def _precision(config: ParallelConfig, compute: torch.dtype) -> MixedPrecisionPolicy:

@@ -11,6 +11,7 @@ from equality import Tiny, build, make_batches, relative, whole_tensor
 from pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from swift.config.degrees import Degrees
 from swift.config.parallel import ParallelConfig
@@ -201,6 +202,33 @@ def test_weights_that_other_axes_cut_are_cut_further_and_counted_once(degrees: D
     expected = math.sqrt(sum(float(p.double().square().sum()) for p in whole.parameters()))
     for norm, seen in on_ranks(degrees.world_size, with_other_cuts, degrees):
         assert norm == pytest.approx(expected, rel=1e-6) and seen == axes
+
+
+def packed(columns: int) -> tuple[bool, list[str]]:
+    """Gate and up in one matrix, each of them cut over tp."""
+    mesh = build_mesh(Degrees(dp_shard=2, tp=2), "cpu")
+    tiny = build("tied")
+    mlp = tiny.decoder.layers[0].mlp
+    mlp.up_proj = nn.Linear(columns, 8, bias=False)
+    rows = torch.arange(8 * columns, dtype=torch.float32).reshape(8, columns)
+    own = torch.cat([part.chunk(2)[mesh["tp"].rank] for part in rows.chunk(2)])
+    placement = _StridedShard(0, split_factor=2)
+    cut = DTensor.from_local(own, mesh["tp"].device_mesh, [placement], shape=rows.shape, stride=rows.stride())
+    mlp.up_proj.weight = nn.Parameter(cut)
+    try:
+        shard(tiny, mesh)
+    except ModelError as error:
+        torch.distributed.barrier()
+        return False, [error.message]
+    weight = mlp.up_proj.weight
+    return torch.equal(weight.full_tensor(), rows), [str(place) for place in weight.placements]
+
+
+def test_a_packed_matrix_is_sharded_along_its_other_dimension():
+    for equal, placements in on_ranks(4, packed, 6):
+        assert equal and placements[0] == "S(1)" and placements[1].startswith("_S")
+    _, (message,) = on_ranks(4, packed, 5)[0]
+    assert "2 doesn't divide 5" in message
 
 
 def traffic(degrees: Degrees, stage: int) -> tuple[dict, int, float]:
