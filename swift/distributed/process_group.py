@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -170,6 +171,8 @@ def start_process_group(
         torch.cuda.set_device(group.local_rank)
     else:
         _choose_gloo_interface()
+    # fully_shard itself calls what torch has given new names; a user can't do anything about it
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"join/{attempt}/{next(_joins)}", reach_store(join_timeout_s))
     shared = settings or {}
