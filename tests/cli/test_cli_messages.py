@@ -119,7 +119,7 @@ def test_bad_environment(tmp_path):
     (tmp_path / "rows.jsonl").write_text("{}\n")
     words = ("sft", "--model", "smollm2", "--dataset", "rows.jsonl")
     assert "NPROC_PER_NODE" in refused(*words, cwd=tmp_path, env={"NPROC_PER_NODE": "two"})
-    assert "NODE_RANK and MASTER_ADDR" in refused(*words, cwd=tmp_path, env={"NNODES": "2"})
+    assert "(or NODE_RANK) and --master_addr" in refused(*words, cwd=tmp_path, env={"NNODES": "2"})
 
 
 def test_a_reader_that_goes_away():
