@@ -179,20 +179,19 @@ def _check_tie(path: Path, name: str, one: Stored, other: Stored) -> None:
 
 
 def _allocate(module: nn.Module, device: torch.device) -> None:
-    """Memory without numbers for all parameters and buffers; parameters that were one stay one."""
-    groups: dict[int, list[tuple[nn.Module, str]]] = {}
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                groups.setdefault(id(parameter), []).append((part, name))
-    attributes = {id(p): vars(p).copy() for p in module.parameters()}
-    module.to_empty(device=device)
-    for key, places in groups.items():
-        first = places[0][0]._parameters[places[0][1]]
-        assert first is not None
-        vars(first).update(attributes.get(key, {}))
-        for part, name in places[1:]:
-            part._parameters[name] = first
+    """Memory without numbers for all parameters and buffers; each parameter stays the object that it is.
+
+    So what is tied, here or with another module, stays tied.
+    """
+    attributes = [(parameter, vars(parameter).copy()) for parameter in module.parameters()]
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module.to_empty(device=device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+    for parameter, known in attributes:
+        vars(parameter).update(known)
 
 
 def _fill_buffers(causal_lm: PreTrainedModel) -> None:
@@ -214,7 +213,7 @@ def _fill_adapters(causal_lm: PreTrainedModel, whole: PreTrainedModel, start: St
     config = wrapped.peft_config["default"]
     check_start(config)
     if start.model.adapters:
-        _read_adapter(causal_lm, Path(start.model.adapters[0]).expanduser())
+        read_adapter(causal_lm, Path(start.model.adapters[0]).expanduser())
         return
     seed_everything(start.seed)
     missing = set(own)
@@ -279,7 +278,7 @@ def file_name(name: str) -> str:
     return name.replace(".modules_to_save.default", "").replace(".default", "")
 
 
-def _read_adapter(causal_lm: PreTrainedModel, folder: Path) -> None:
+def read_adapter(causal_lm: PreTrainedModel, folder: Path) -> None:
     """Read this process's part of a saved adapter, of which `apply_tuner` has seen that it fits the whole model."""
     with ExitStack() as stack:
         name = "adapter_model.safetensors"

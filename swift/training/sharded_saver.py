@@ -1,0 +1,357 @@
+"""Checkpoints of a run whose model is spread over processes, which a run of any other layout can go on from.
+
+Every process writes its own part of the trained tensors and of the optimizer's state into the unfinished folder; rank 0
+begins it, writes what is small, and gives it its name when all have finished. What is read back may have been written
+by any layout, one process among them: a process takes the boxes that it holds. An error of any process reaches all.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from swift.checkpoint import prune
+from swift.checkpoint.data import DATA_FILE, write_data_state
+from swift.checkpoint.sharded import describe_sharded, is_sharded, load_sharded, save_sharded
+from swift.checkpoint.state import FILE_NAME as STATE_FILE
+from swift.checkpoint.store import begin_checkpoint, finish_checkpoint, give_up_checkpoint, link
+from swift.core.errors import CheckpointError, SwiftError
+from swift.core.files import human_bytes
+from swift.distributed.pieces import pieces_of
+from swift.distributed.process_group import ProcessGroup
+from swift.distributed.spread import local_tensor
+from swift.models.fill import copy_pieces
+from swift.models.stored import open_tensors
+from swift.optim.local import LocalParameters
+from swift.training.saver import OPTIMIZER_FILE, RANDOM_FILE, TRAINED_FILE, random_state, set_random_state
+from swift.training.trainer import Trainer
+
+_OTHER_SETTINGS = "resume with the model and tuner settings that the run was started with"
+
+
+@dataclass
+class ShardedSaver:
+    """Writes and reads checkpoints of one spread run; every process makes one and calls it at the same time.
+
+    Attributes:
+        local: this process's trained parameters, under their names in the whole model.
+        aliases: parameters of this process that are second copies of tied ones, and the names that these are kept
+            under: a head on another stage than its embedding. Only read, never written.
+        modules: the outermost modules, whose weights `fully_shard` may have gathered.
+        write_public: writes what anyone can read into a folder; every process calls it.
+        load_public: reads the trained tensors back from the public part; every process calls it.
+        trained_is_public: the public part holds the trained tensors exactly, so they aren't written twice.
+    """
+
+    local: LocalParameters
+    modules: list[nn.Module]
+    run_dir: Path
+    write_public: Callable[[Path], None]
+    load_public: Callable[[Path], None]
+    trained_is_public: bool
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    keep: int | None = None
+    only_model: bool = False
+    links: bool = False
+
+    def save(self, trainer: Trainer) -> Path | None:
+        """Write `checkpoint-<step>`.
+
+        Raises:
+            CheckpointError: a process could not write; on all of them, and earlier checkpoints are intact.
+        """
+        group, state = trainer.parts.group, trainer.state
+        needed = self._needed_bytes(trainer)
+        for module in self.modules:
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+        aside = group.from_main(lambda: begin_checkpoint(self.run_dir, state.step, needed_bytes=needed))
+        try:  # whatever fails here fails on every process
+            described, write_rest = self._write(aside, trainer)
+            path = group.from_main(lambda: self._finish(aside, described, write_rest, trainer))
+        except BaseException as error:
+            told = give_up_checkpoint(aside, error, needed_bytes=needed) if group.main else error
+            group.from_main(lambda: _throw(told))
+            raise
+        trainer.parts.monitor.event("checkpoint", f"saved {path}", path=str(path), step=state.step)
+        return path
+
+    def _write(self, aside: Path, trainer: Trainer) -> tuple[dict[str, dict[str, int]], Callable[[], None]]:
+        """What processes write together; size and checksum of their own files, and what rank 0 still has to write."""
+        group = trainer.parts.group
+        _all_or_none(group, lambda: self.write_public(aside))
+        if self.only_model and trainer.status != "interrupted":  # an interrupted run must be able to go on
+            return {}, lambda: None
+        optimizer = trainer.parts.optimizer
+        mine = save_sharded(aside, self._state(optimizer))
+        described = {name: entry for files in group.gather(mine) for name, entry in files.items()}
+        randoms = group.gather(random_state(trainer.device))
+        groups = merge_groups([g for theirs in group.gather(_groups(optimizer, self.aliases)) for g in theirs])
+        state = trainer.state
+        state.world_size, state.global_units = group.world_size, trainer.parts.loader.global_units
+        state.total_steps, state.optimizer = trainer.parts.length.total_steps, type(optimizer).__name__
+
+        def write_rest() -> None:
+            scaler = trainer.scaler.state_dict() if trainer.scaler is not None else None
+            torch.save({"groups": groups, "scaler": scaler}, aside / OPTIMIZER_FILE)
+            torch.save(randoms, aside / RANDOM_FILE)
+            write_data_state(aside / DATA_FILE, trainer.parts.loader.state())
+            (aside / STATE_FILE).write_text(state.to_json())
+
+        return described, write_rest
+
+    def _finish(
+        self,
+        aside: Path,
+        described: dict[str, dict[str, int]],
+        write_rest: Callable[[], None],
+        trainer: Trainer,
+    ) -> Path:
+        state = trainer.state
+        write_rest()
+        checkpoint = finish_checkpoint(aside, described)
+        prune(self.run_dir, self.keep, newest=state.step, best=state.best_step)
+        if self.links:
+            link(self.run_dir, "last", checkpoint.path)
+            if state.best_step is not None and (self.run_dir / f"checkpoint-{state.best_step}").is_dir():
+                link(self.run_dir, "best", self.run_dir / f"checkpoint-{state.best_step}")
+        return checkpoint.path
+
+    def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        """What this process keeps of trained tensors and optimizer; numbers become tensors."""
+        trained = [] if self.trained_is_public else list(self.local.named_whole())
+        state: dict[str, torch.Tensor] = {
+            f"model.{name}": parameter for name, parameter in trained if name not in self.aliases
+        }
+        for name, entries in self.local.state(optimizer).items():
+            for key, value in entries.items() if name not in self.aliases else ():
+                state[f"optimizer.{name}.{key}"] = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+        return state
+
+    def _needed_bytes(self, trainer: Trainer) -> int:
+        """About what all processes will write together: every trained tensor counts once, wherever it lies."""
+        own = {name: p.numel() * p.element_size() for name, p in self.local.named_whole()}
+        trained = sum(
+            {name: size for theirs in trainer.parts.group.gather(own) for name, size in theirs.items()}.values()
+        )
+        private = 0 if self.only_model else 2 + (not self.trained_is_public)
+        return trained * (1 + private)
+
+    def check_space(self, trainer: Trainer) -> None:
+        """Before step 1: is there room for a checkpoint at all? Every process calls it.
+
+        Raises:
+            CheckpointError: with the bytes needed and free.
+        """
+        needed = self._needed_bytes(trainer)
+
+        def check() -> None:
+            free = shutil.disk_usage(self.run_dir).free
+            if needed > free:
+                raise CheckpointError(
+                    f"there is no room for a checkpoint: about {human_bytes(needed)} needed, {human_bytes(free)} free",
+                    where=str(self.run_dir),
+                    fix="free space, choose another --output_dir, or train without checkpoints: --save_strategy no",
+                )
+
+        trainer.parts.group.from_main(check)
+
+    def load_trained(self, folder: Path) -> None:
+        """Put the trained tensors of a checkpoint, of whatever layout, into this process's parts."""
+        if (folder / TRAINED_FILE).is_file() or is_sharded(folder):
+            read_trained(folder, self.local, self.aliases, self.load_public)
+        else:
+            self.load_public(folder)
+
+    def load_best(self, trainer: Trainer) -> None:
+        """End with the weights of the best evaluation."""
+        best = trainer.state.best_step
+        if best is None or best == trainer.state.step:
+            return
+        folder = self.run_dir / f"checkpoint-{best}"
+        if not trainer.parts.group.from_main(folder.is_dir):
+            trainer.parts.monitor.event(
+                "warning", f"the best evaluation was at step {best}, of which there is no checkpoint: kept the last"
+            )
+            return
+        self.load_trained(folder)
+        trainer.parts.monitor.event("best", f"took the weights of {folder.name} back", step=trainer.state.step)
+
+    def resume(self, folder: Path, trainer: Trainer) -> None:
+        """Put optimizer, scaler and random generators back, from a checkpoint of whatever layout.
+
+        Raises:
+            CheckpointError: the checkpoint holds no optimizer state, or one of another model.
+        """
+        optimizer = trainer.parts.optimizer
+        if trainer.state.optimizer != type(optimizer).__name__:
+            raise CheckpointError(
+                f"the saved optimizer state is of {trainer.state.optimizer}, not of {type(optimizer).__name__}",
+                where=str(folder),
+                fix="resume with the optimizer of the run, or add --resume_only_model true",
+            )
+        saved = read_optimizer(folder, optimizer, self.local, self.aliases)
+        if trainer.scaler is not None and saved["scaler"]:
+            trainer.scaler.load_state_dict(saved["scaler"])
+        states = torch.load(folder / RANDOM_FILE, weights_only=True, map_location="cpu")
+        rank = trainer.parts.group.rank
+        if rank < len(states):
+            set_random_state(states[rank], trainer.device)
+
+
+def read_trained(
+    folder: Path, local: LocalParameters, aliases: Mapping[str, str], load_public: Callable[[Path], None]
+) -> None:
+    """Read what a process holds of the trained tensors from a checkpoint's private part, of whatever layout.
+
+    Raises:
+        CheckpointError: it lacks tensors, or has them in other shapes.
+    """
+    own = {name: parameter.detach() for name, parameter in local.named_whole()}
+    if is_sharded(folder):
+        if not any(name.startswith("model.") for name in describe_sharded(folder)):
+            load_public(folder)
+            return
+        # two names may be read from one: the second copy of a tied matrix
+        for names in ({n for n in own if n not in aliases}, {n for n in own if n in aliases}):
+            load_sharded(folder, {f"model.{aliases.get(name, name)}": own[name] for name in names})
+        return
+    with ExitStack() as stack:
+        stored = dict(open_tensors(folder / TRAINED_FILE, stack))
+        wrong = [
+            n
+            for n, t in own.items()
+            if (s := stored.get(aliases.get(n, n))) is None or tuple(s.shape) != tuple(t.shape)
+        ]
+        if wrong:
+            raise CheckpointError(
+                f"the checkpoint's trained tensors don't match this model: {', '.join(wrong[:4])}",
+                where=str(folder),
+                fix=_OTHER_SETTINGS,
+            )
+        for name, tensor in own.items():
+            copy_pieces(stored[aliases.get(name, name)], tensor)
+
+
+def read_optimizer(
+    folder: Path, optimizer: torch.optim.Optimizer, local: LocalParameters, aliases: Mapping[str, str]
+) -> dict[str, Any]:
+    """Put an optimizer's state back from a checkpoint of whatever layout: what belongs to this process's parts.
+
+    Returns:
+        What else the optimizer's file holds, `scaler` among it.
+
+    Raises:
+        CheckpointError: weights only, or the state of other parameters.
+    """
+    if not (folder / OPTIMIZER_FILE).is_file():
+        raise CheckpointError(
+            "the checkpoint holds weights only (it was saved with --save_only_model)",
+            where=str(folder),
+            fix="add --resume_only_model true to start new steps from its weights",
+        )
+    saved = torch.load(folder / OPTIMIZER_FILE, weights_only=True, map_location="cpu", mmap=True)
+    groups = saved["groups"] if "groups" in saved else saved["optimizer"]["param_groups"]
+    known = {name for group in groups for name in group["names"]}
+    parts, wholes = dict(local.named()), dict(local.named_whole())
+    names = {name: aliases.get(name, name) for name in parts}
+    if not set(names.values()) <= known:
+        raise CheckpointError(
+            "the saved optimizer state is of other parameters",
+            where=str(folder),
+            fix="resume with the optimizer and tuner settings of the run, or add --resume_only_model true",
+        )
+    if "groups" in saved:
+        _read_spread_state(folder, optimizer, local, names)
+    else:
+        numbers = {name: i for g in groups for name, i in zip(g["names"], g["params"], strict=True)}
+        for name, source in names.items():
+            entries = saved["optimizer"]["state"].get(numbers[source])
+            if entries is not None:
+                part, whole = parts[name], wholes[name]
+                optimizer.state[part] = {key: _part(value, whole, part) for key, value in entries.items()}
+    for group in optimizer.param_groups:  # today's rates, betas and decay hold; what only the optimizer knows goes on
+        theirs = next(g for g in groups if aliases.get(group["names"][0], group["names"][0]) in g["names"])
+        group.update({key: value for key, value in theirs.items() if key not in group})
+    return saved
+
+
+def _read_spread_state(
+    folder: Path, optimizer: torch.optim.Optimizer, local: LocalParameters, names: Mapping[str, str]
+) -> None:
+    known = describe_sharded(folder)
+    parts, wholes = dict(local.named()), dict(local.named_whole())
+    keys: dict[str, dict[str, tuple]] = {}
+    for entry, facts in known.items():
+        if entry.startswith("optimizer."):
+            name, _, key = entry.removeprefix("optimizer.").rpartition(".")
+            keys.setdefault(name, {})[key] = facts
+    for name, source in names.items():
+        state: dict[str, torch.Tensor] = {}
+        for key, (shape, dtype) in keys.get(source, {}).items():
+            like = shape == tuple(wholes[name].shape)
+            place = parts[name].device if like else "cpu"
+            state[key] = torch.zeros(parts[name].shape if like else shape, dtype=dtype, device=place)
+        if state:
+            load_sharded(folder, {f"optimizer.{source}.{k}": local.like_parameter(name, v) for k, v in state.items()})
+            optimizer.state[parts[name]] = state
+
+
+def _part(value: Any, whole: torch.Tensor, part: torch.Tensor) -> Any:
+    """This process's part of a state tensor of one process's run; other values as they are."""
+    if not isinstance(value, torch.Tensor) or value.shape != whole.shape or not whole.ndim:
+        return value.clone() if isinstance(value, torch.Tensor) else value
+    mine = torch.zeros(part.shape, dtype=value.dtype, device=part.device)
+    for piece in pieces_of(whole):
+        box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
+        piece.view(local_tensor(mine)).copy_(value[box])
+    return mine
+
+
+def _groups(optimizer: torch.optim.Optimizer, aliases: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The optimizer's groups without the parameters themselves."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    for group in groups:
+        group["names"] = [name for name in group["names"] if name not in aliases]
+    return groups
+
+
+def merge_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of all processes: those with equal settings are one, with the names of all."""
+    merged: list[dict[str, Any]] = []
+    for group in groups:
+        settings = {key: value for key, value in group.items() if key != "names"}
+        same = next((m for m in merged if {k: v for k, v in m.items() if k != "names"} == settings), None)
+        if same is None:
+            merged.append({**settings, "names": list(group["names"])})
+        else:
+            same["names"] += [name for name in group["names"] if name not in same["names"]]
+    return merged
+
+
+def _all_or_none(group: ProcessGroup, work: Callable[[], None]) -> None:
+    """Run `work` on every process; if one fails, all raise its error, naming it."""
+    trouble: Exception | None = None
+    try:
+        work()
+    except Exception as error:  # the others must not go on without this process
+        trouble = error
+    told = group.gather(None if trouble is None else f"{trouble}")
+    if trouble is not None:
+        raise trouble
+    for rank, words in enumerate(told):
+        if words is not None:
+            raise SwiftError(words, where=f"rank {rank}")
+
+
+def _throw(error: BaseException) -> None:
+    raise error
