@@ -146,7 +146,7 @@ def run(case: Case) -> None:
     for process in processes:
         process.join()
     columns = (" ".join(f"{value:.0f}" for value in column) for column in zip(*results, strict=True))
-    print(f"| {case.tokens} | {case.ranks} | {case.degrees.words()} | " + " | ".join(columns) + " |", flush=True)
+    print(f"| {case.tokens} | {case.ranks} | {case.impl}: {case.degrees.words()} | " + " | ".join(columns) + " |", flush=True)
 
 
 def main() -> None:
@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--document", type=int, default=0, help="tokens of each document; 0: one that fills the row")
     parser.add_argument("--hidden", type=int, default=256)
     options = parser.parse_args()
-    print("| tokens | ranks | axes | tensors, MiB per rank | growth, MiB per rank | CPU s per rank |")
+    print("| tokens | ranks | impl: axes | tensors, MiB per rank | growth, MiB per rank | CPU s per rank |")
     print("|---|---|---|---|---|---|")
     for tokens in options.tokens:
         for ranks in options.ranks:
