@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import time
 import traceback
@@ -22,9 +23,14 @@ _context.set_forkserver_preload(
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, below those that the system hands out, so that none of these takes it first."""
+    while True:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", random.SystemRandom().randrange(15000, 32000)))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
 
 
 def on_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 180.0) -> list[Any]:
