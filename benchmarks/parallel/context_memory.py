@@ -146,7 +146,10 @@ def run(case: Case) -> None:
     for process in processes:
         process.join()
     columns = (" ".join(f"{value:.0f}" for value in column) for column in zip(*results, strict=True))
-    print(f"| {case.tokens} | {case.ranks} | {case.impl}: {case.degrees.words()} | " + " | ".join(columns) + " |", flush=True)
+    print(
+        f"| {case.tokens} | {case.ranks} | {case.impl}: {case.degrees.words()} | " + " | ".join(columns) + " |",
+        flush=True,
+    )
 
 
 def main() -> None:
