@@ -164,6 +164,7 @@ def resume_and_save(kind: str, tuner: str, layout: str, source: Path, run_dir: P
 CHAIN = [("fsdp_tp", 4), ("fsdp", 4), ("pp", 2), ("plain", 1), ("tp", 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tuner"), [("tied", "full"), ("moe", "full"), ("qk_norm", "lora")])
 def test_any_layout_resumes_any_other(kind, tuner, tmp_path):
     source = None
