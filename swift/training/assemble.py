@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-import torch
-from peft import PeftModel
 
 from swift.checkpoint import set_aside
 from swift.checkpoint.data import read_data_state
@@ -19,10 +14,7 @@ from swift.core.files import human_bytes
 from swift.data.loading.loader import Loader
 from swift.data.loading.train_set import Place
 from swift.distributed.mesh import Mesh
-from swift.models.adapters import load_adapter_weights, save_adapter
-from swift.models.loading import load_model
 from swift.models.prepare import seed_everything
-from swift.models.quiet import quiet_transformers
 from swift.models.tuners import (
     adapter_step_callback,
     set_total_steps,
@@ -32,7 +24,7 @@ from swift.training.data import Data, evaluation_rhythm
 from swift.training.engine import build_engine
 from swift.training.model import Model, save_memory
 from swift.training.plan import DataIdentity, build_layout, run_length
-from swift.training.saver import RunSaver
+from swift.training.savers import build_saver
 from swift.training.session import Session, model_label
 from swift.training.trainer import Callback, Trainer, TrainerParts
 
@@ -99,9 +91,9 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
     if session.continues and session.resumed is not None:
         saver.resume(session.resumed.path, trainer)
         trainer.last_checkpoint = session.resumed.path
+    if config.checkpoint.save_strategy != "no":
+        saver.check_space(trainer)
     if group.main:
-        if config.checkpoint.save_strategy != "no":
-            saver.check_space(trainer)
         for path in set_aside(session.run_dir, session.state.step) if session.continues else []:
             session.notes.append(f"set aside: {path} (this run goes on from an earlier step)")
         save_config(config, session.run_dir)
@@ -171,48 +163,6 @@ def _note_changes(session: Session, loader: Loader, steps: int) -> None:
         session.notes.append(
             f"the run has {steps} steps now, {state.total_steps} before: the schedule of the learning rate follows"
         )
-
-
-def build_saver(config: SftConfig, session: Session, data: Data, model: Model) -> RunSaver:
-    """What a checkpoint of this run consists of."""
-    full = config.tuner.tuner_type == "full"
-    compute = session.precision.compute
-    for_checkpoint = config
-    if session.ask_thinking is not None:
-        for_checkpoint = replace(config, template=replace(config.template, enable_thinking=session.ask_thinking))
-
-    def write_public(folder: Path) -> None:
-        if full:
-            # tensor by tensor to the host: the accelerator may have no room for a second copy
-            state = {name: tensor.to("cpu", compute) for name, tensor in model.causal_lm.state_dict().items()}
-            model.causal_lm.config.dtype = compute
-            with quiet_transformers():
-                model.causal_lm.save_pretrained(str(folder), state_dict=state)
-        elif isinstance(model.whole, PeftModel):
-            save_adapter(model.whole, folder)
-            model.causal_lm.generation_config.save_pretrained(str(folder))
-        data.tokenizer.save_pretrained(str(folder))
-        if data.encoder.template is not None:
-            (folder / "chat_template.jinja").write_text(data.encoder.template)
-        save_config(for_checkpoint, folder)
-
-    def load_public(folder: Path) -> None:
-        if isinstance(model.whole, PeftModel):
-            load_adapter_weights(model.whole, folder)
-            return
-        fresh = load_model(folder, config.model, dtype=torch.float32, tokenizer=data.tokenizer)
-        model.causal_lm.load_state_dict(fresh.state_dict())
-
-    return RunSaver(
-        model=model.whole,
-        run_dir=session.run_dir,
-        write_public=write_public,
-        load_public=load_public,
-        trained_is_public=full and compute == torch.float32,
-        keep=config.checkpoint.save_total_limit,
-        only_model=config.checkpoint.save_only_model,
-        links=config.checkpoint.create_checkpoint_symlink,
-    )
 
 
 def _plan(config: SftConfig, session: Session, data: Data, model: Model, trainer: Trainer) -> dict[str, Any]:

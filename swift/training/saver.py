@@ -183,7 +183,7 @@ class RunSaver:
         return whole + private
 
     def check_space(self, trainer: Trainer) -> None:
-        """Before step 1: is there room for a checkpoint at all?
+        """Before step 1: is there room for a checkpoint at all? Every process may call it.
 
         Raises:
             CheckpointError: with the bytes needed and free.
