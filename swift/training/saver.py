@@ -20,16 +20,16 @@ from torch import nn
 
 from swift.checkpoint import load_tensors, prune, save_checkpoint, save_tensors
 from swift.checkpoint.data import DATA_FILE, write_data_state
+from swift.checkpoint.sharded import is_sharded
 from swift.checkpoint.state import FILE_NAME as STATE_FILE
 from swift.checkpoint.store import link
 from swift.core.errors import CheckpointError
 from swift.core.files import disk_errors, human_bytes
 from swift.models.tuners import adapter_state, load_adapter_state
+from swift.optim import local_parameters
+from swift.training.stored_state import OPTIMIZER_FILE, RANDOM_FILE, TRAINED_FILE, read_optimizer, read_trained
 from swift.training.trainer import Trainer
 
-TRAINED_FILE = "trained_state.safetensors"
-OPTIMIZER_FILE = "optimizer.pt"
-RANDOM_FILE = "random_state.pt"
 RANK_FILE = "rank_state-{:05d}.pt"
 # where each rank leaves its file until rank 0 moves all of them into the checkpoint
 RANK_FOLDER = ".rank_states"
@@ -200,7 +200,10 @@ class RunSaver:
         return not _adapter_prefixes(self.model)
 
     def load_trained(self, folder: Path) -> None:
-        """Put the trained tensors of a checkpoint into the model."""
+        """Put the trained tensors of a checkpoint, also of a run that was spread over processes, into the model."""
+        if is_sharded(folder):
+            read_trained(folder, local_parameters(self.model.named_parameters()), {}, self.load_public)
+            return
         if not (folder / TRAINED_FILE).is_file():
             self.load_public(folder)
             return
@@ -245,6 +248,22 @@ class RunSaver:
                 where=str(folder),
                 fix="add --resume_only_model true to start new steps from its weights",
             )
+        saved = self._read_optimizer(folder, trainer)
+        if trainer.scaler is not None and saved["scaler"]:
+            trainer.scaler.load_state_dict(saved["scaler"])
+        if "adapter" in saved:
+            load_adapter_state(self.model, saved["adapter"])
+        self._load_rank_state(folder, trainer)
+        states = torch.load(folder / RANDOM_FILE, weights_only=True, map_location="cpu")
+        rank = trainer.parts.group.rank
+        if rank < len(states):
+            set_random_state(states[rank], trainer.device)
+
+    def _read_optimizer(self, folder: Path, trainer: Trainer) -> dict[str, Any]:
+        """Put the optimizer's state back; gives what else its file holds."""
+        if is_sharded(folder):
+            local = local_parameters(self.model.named_parameters())
+            return read_optimizer(folder, trainer.parts.optimizer, local, {})
         saved = torch.load(folder / OPTIMIZER_FILE, weights_only=True, map_location="cpu")
         optimizer = trainer.parts.optimizer
         groups = [dict(group) for group in optimizer.param_groups]
@@ -261,11 +280,4 @@ class RunSaver:
         optimizer.load_state_dict(saved["optimizer"])
         for group, today in zip(optimizer.param_groups, groups, strict=True):  # today's rates, betas and decay hold
             group.update({name: value for name, value in today.items() if name != "params"})
-        if trainer.scaler is not None and saved["scaler"]:
-            trainer.scaler.load_state_dict(saved["scaler"])
-        load_adapter_state(self.model, saved["adapter"])
-        self._load_rank_state(folder, trainer)
-        states = torch.load(folder / RANDOM_FILE, weights_only=True, map_location="cpu")
-        rank = trainer.parts.group.rank
-        if rank < len(states):
-            set_random_state(states[rank], trainer.device)
+        return saved
