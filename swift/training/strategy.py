@@ -6,10 +6,11 @@ the whole model, and gradients are averaged while the last micro-batch runs back
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -25,6 +26,9 @@ from swift.training.precision import Precision
 
 # A loss sum -> the loss that is differentiated: divided by the step's weight, times the loss scale of fp16.
 ToLoss = Callable[[torch.Tensor], torch.Tensor]
+# Keeps DistributedDataParallel from sending rank 0's buffers round with every forward pass; torch 2.13 renamed it.
+_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
 
 class Stepped(NamedTuple):
@@ -122,7 +126,7 @@ class DataParallel:
             ids = [group.local_rank] if self.device.type == "cuda" else None
             # buffers are never trained, so they stay as equal as they were loaded
             self._forward_module = wrapped = DistributedDataParallel(
-                module, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False
+                module, device_ids=ids, gradient_as_bucket_view=True, **_KEEP_BUFFERS
             )
             if exchange is not None:
                 exchange.register(wrapped)
