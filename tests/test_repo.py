@@ -216,15 +216,16 @@ def test_the_wheel_describes_itself(wheel: zipfile.ZipFile):
     assert "swift = swift.cli:main" in scripts
 
 
-def test_the_command_reference_is_not_stale():
+@pytest.mark.parametrize("generator", ["generate_reference.py", "generate_parallelism.py"])
+def test_generated_pages_are_not_stale(generator):
     done = subprocess.run(
-        [sys.executable, "docs/generate_reference.py", "--check"],
+        [sys.executable, f"docs/{generator}", "--check"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         env={"PYTHONPATH": str(ROOT)},
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stderr or f"run: python docs/{generator}"
 
 
 def test_the_manual_names_the_environment_variables_that_the_code_reads():
