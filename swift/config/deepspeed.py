@@ -8,7 +8,7 @@ the file is taken as if it had been given as the setting; a setting that says ot
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,11 @@ _NOT_HERE = {
     "hybrid_engine": "leave it out",
     "elasticity": "leave it out",
     "autotuning": "leave it out",
+    "amp": "write bf16 or fp16 instead",
+    "torch_autocast": "write bf16 or fp16 instead",
 }
+# tuners whose forward reads another module's weights, which stage 3 has then put away
+_STAGE_3_TUNERS = ("full", "lora")
 _OPTIMIZERS = {"adamw": "adamw_torch", "adam": "adamw_torch", "sgd": "sgd"}
 
 
@@ -154,6 +158,43 @@ def fill_from_deepspeed(resolved: Resolved) -> None:
             )
 
 
+def deepspeed_faults(values: Mapping[str, Any], fault: Callable[..., Problem]) -> Iterator[Problem]:
+    """What is wrong with `--deepspeed` and with the settings beside it.
+
+    Args:
+        values: every setting by name.
+        fault: makes a problem of the settings' names, a message and a fix.
+    """
+    if not values["deepspeed"]:
+        return
+    wrong = list(deepspeed_problems(values["deepspeed"]))
+    yield from wrong
+    if wrong:
+        return
+    stage = zero_stage(read_deepspeed(values["deepspeed"]))
+    tuner = values["tuner_type"]
+    if tuner == "adalora":
+        yield fault(
+            "tuner_type deepspeed", "adalora looks at gradients, and DeepSpeed has them in parts", "--tuner_type lora"
+        )
+    reads_others = tuner not in _STAGE_3_TUNERS or values["use_dora"] or values["target_parameters"]
+    if stage == 3 and reads_others and tuner != "adalora":
+        name = next((name for name in ("use_dora", "target_parameters") if values[name]), "tuner_type")
+        yield fault(
+            f"{name} deepspeed",
+            f"{name} {values[name]} reads weights that ZeRO stage 3 has put away",
+            "--deepspeed zero2, or plain LoRA",
+        )
+    if values["optim"] not in _OPTIMIZERS.values() and not values["optim"].startswith("adamw"):
+        yield fault(
+            "optim deepspeed",
+            f"DeepSpeed steps over flat pieces of memory, and {values['optim']} needs whole matrices",
+            "--optim adamw or sgd",
+        )
+    if values["torch_compile"]:
+        yield fault("torch_compile deepspeed", "torch_compile has not been tried under DeepSpeed", "leave one out")
+
+
 def deepspeed_problems(text: str) -> Iterator[Problem]:
     """What a DeepSpeed configuration asks for that can't be done here, or that DeepSpeed itself would trip over."""
     try:
@@ -181,9 +222,28 @@ def deepspeed_problems(text: str) -> Iterator[Problem]:
             "--deepspeed",
             'write "auto" for it, and give --per_device_train_batch_size and --gradient_accumulation_steps',
         )
-    stage = (values.get("zero_optimization") or {}).get("stage", 0)
-    if stage not in (0, 1, 2, 3):
-        yield Problem(f"there is no ZeRO stage {stage!r}", "--deepspeed", "0, 1, 2 or 3")
+    zero = values.get("zero_optimization") or {}
+    stage = zero.get("stage", 0)
+    if stage == 0:
+        yield Problem(
+            "ZeRO stage 0 shards nothing: it is what runs without --deepspeed",
+            "--deepspeed",
+            "leave --deepspeed out, or use zero1, zero2 or zero3",
+        )
+    elif stage not in (1, 2, 3):
+        yield Problem(f"there is no ZeRO stage {stage!r}", "--deepspeed", "1, 2 or 3")
+    for part in ("offload_optimizer", "offload_param"):
+        device = (zero.get(part) or {}).get("device", "none")
+        if device not in ("none", "cpu"):
+            yield Problem(
+                f"{part} to {device} of a DeepSpeed configuration is not supported here",
+                "--deepspeed",
+                '{"device": "cpu"}',
+            )
+    if values.get("bf16", {}).get("check_grad_overflow") is False:
+        yield Problem(
+            "check_grad_overflow false would train on gradients that aren't finite", "--deepspeed", "leave it out"
+        )
 
 
 def zero_stage(values: dict[str, Any]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from swift.config.deepspeed import deepspeed_faults
 from swift.config.resolve import Problem
 
 Fault = Callable[..., Problem]  # (names, message, fix) -> the problem with its place
@@ -72,6 +73,7 @@ def _deepspeed(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
             )
     if values["parallel"] == "auto":
         yield fault("parallel deepspeed", "parallel auto chooses among our own axes, not DeepSpeed", "leave one out")
+    yield from deepspeed_faults(values, fault)
 
 
 def _precision(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:

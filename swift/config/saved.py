@@ -30,6 +30,7 @@ _PATHS = (
     ("data", "dataset"), ("data", "val_dataset"),
 )  # fmt: skip
 MANIFEST = "complete.json"  # the file that `swift.checkpoint` writes last
+DEEPSPEED_FOLDER = "deepspeed"  # DeepSpeed's own files in a checkpoint
 LATEST = frozenset({"latest", "last", "true"})
 _DATA = (
     "dataset", "val_dataset", "data_seed", "columns", "disable_auto_column_mapping", "dataset_shuffle", "model_name",

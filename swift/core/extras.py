@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from types import ModuleType
 
 from swift.core.errors import DependencyError
+
+
+def check_installed(module: str, *, extra: str, purpose: str) -> None:
+    """Raise what `require` would raise for a package that isn't there, without importing it."""
+    if importlib.util.find_spec(module) is None:
+        raise DependencyError(
+            f"the package {module!r} is needed to {purpose}, and it is not installed",
+            fix=f'pip install "swift-llm[{extra}]"',
+        )
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:

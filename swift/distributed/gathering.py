@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,15 @@ class Found:
     shape: tuple[int, ...]
     dtype: torch.dtype
     boxes: dict[tuple[int, ...], tuple[int, Piece]]
+
+
+class Gathered(Protocol):
+    """Tensors by name, which come to rank 0 as a whole: all processes call `whole` for the same names in turn."""
+
+    @property
+    def found(self) -> Mapping[str, Found]: ...
+
+    def whole(self, name: str) -> torch.Tensor | None: ...
 
 
 class Gathering:

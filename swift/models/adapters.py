@@ -270,16 +270,21 @@ class Swift:
         return dict(inner.peft_config) if isinstance(inner, PeftModel) else {}
 
 
-def save_adapter(model: PeftModel, folder: Path, adapter_name: str = "default") -> None:
+def save_adapter(
+    model: PeftModel, folder: Path, adapter_name: str = "default", *, tensors: Mapping[str, torch.Tensor] | None = None
+) -> None:
     """Write one adapter into `folder`: adapter_config.json and adapter_model.safetensors, nothing else.
 
     An adapter that changed the base weights when it was made (PiSSA, OLoRA) is written as the equivalent LoRA of twice
     the rank on the *original* base, so that it can be used anywhere; loading it for training splits it again.
+
+    Args:
+        tensors: the model's tensors by name, where it doesn't hold them itself.
     """
     from safetensors.torch import save_file
 
     config = copy.deepcopy(model.peft_config[adapter_name])
-    state = adapter_state_dict(model, adapter_name)
+    state = adapter_state_dict(model, adapter_name, tensors)
     split = split_of(model, adapter_name)
     if split is not None:
         state, config = joined_state(state, split), joined_config(config)
@@ -288,25 +293,33 @@ def save_adapter(model: PeftModel, folder: Path, adapter_name: str = "default") 
     config.inference_mode = True
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = getattr(model.get_base_model(), "name_or_path", None) or None
-    tensors = {key: value.detach().cpu().contiguous().clone() for key, value in state.items()}
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    written = {key: value.detach().cpu().contiguous().clone() for key, value in state.items()}
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in written.values())
     with disk_errors(folder, needed):
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, str(folder / WEIGHTS_FILE), metadata={"format": "pt"})
+        save_file(written, str(folder / WEIGHTS_FILE), metadata={"format": "pt"})
         (folder / WEIGHTS_FILE).chmod(folder.stat().st_mode & 0o666)
         config.save_pretrained(str(folder))
         if split is not None:
             (folder / SPLIT_FILE).write_text(json.dumps(split.record(), indent=1))
 
 
-def adapter_state_dict(model: PeftModel, adapter_name: str = "default") -> dict[str, torch.Tensor]:
-    """The adapter's tensors under the names that peft uses on disk."""
+def adapter_state_dict(
+    model: PeftModel, adapter_name: str = "default", tensors: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """The adapter's tensors under the names that peft uses on disk.
+
+    Args:
+        tensors: the model's tensors by name, where it doesn't hold them itself.
+    """
     config = model.peft_config[adapter_name]
     pattern = getattr(config, "rank_pattern", None) if config.peft_type == peft.PeftType.ADALORA else None
     if pattern is not None:
         config.rank_pattern = None  # type: ignore[attr-defined] # else peft would cut the pruned ranks off
     try:
-        return peft.get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
+        return peft.get_peft_model_state_dict(
+            model, state_dict=tensors, adapter_name=adapter_name, save_embedding_layers=False
+        )
     finally:
         if pattern is not None:
             config.rank_pattern = pattern  # type: ignore[attr-defined]

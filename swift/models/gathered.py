@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 )
 from transformers.dynamic_module_utils import custom_object_save
 
-from swift.distributed.gathering import Gathering
+from swift.distributed.gathering import Gathered, Gathering
 from swift.distributed.process_group import ProcessGroup
 from swift.models.adapters import CONFIG_FILE, WEIGHTS_FILE
 from swift.models.fill import file_name, is_adapter
@@ -44,6 +44,7 @@ def write_model(
     *,
     dtype: torch.dtype,
     max_file_bytes: int = MAX_FILE_BYTES,
+    gather: Callable[[Mapping[str, torch.Tensor], ProcessGroup], Gathered] = Gathering,
 ) -> None:
     """Write a fully trained model; every process calls it with the pieces of the model that it holds.
 
@@ -51,6 +52,7 @@ def write_model(
         chunks: the Hugging Face models of this process, whose parts of other processes are identity modules.
         dtype: of the floating-point tensors in the files.
         max_file_bytes: a file is closed before it would become larger, unless what belongs together is.
+        gather: how tensors come to rank 0 as a whole.
     """
     model = chunks[0]
     tied = {target for chunk in chunks for target in chunk.all_tied_weights_keys}
@@ -58,10 +60,10 @@ def write_model(
     tensors = {
         name: tensor
         for chunk in chunks
-        for name, tensor in chunk.state_dict().items()
+        for name, tensor in chunk.state_dict(keep_vars=True).items()
         if name not in tied and name not in ignored
     }
-    gathering = Gathering(tensors, group)
+    gathering = gather(tensors, group)
     files = _Files(folder, max_file_bytes) if group.main else None
     trouble: Exception | None = None
     for names in _together(model, list(gathering.found)):

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+def _no_accelerator(record: logging.LogRecord) -> bool:
+    """DeepSpeed, which transformers imports where it is installed, says on import that there is no GPU."""
+    return "Setting accelerator to CPU" not in record.getMessage()
+
+
+logging.getLogger("DeepSpeed").addFilter(_no_accelerator)
 
 
 @contextmanager

@@ -11,18 +11,25 @@ runs have not been made yet.
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from swift.config.deepspeed import Filling, filled, read_deepspeed, zero_stage
+from swift.core.errors import UsageError, first_line
 from swift.core.extras import require
 from swift.data.loading.loader import Batch
 from swift.distributed import ProcessGroup
 from swift.distributed.mesh import Mesh
 from swift.objectives import LossTerms
+from swift.training.module import TrainModule
 from swift.training.strategy import Stepped, ToLoss
 
 
@@ -67,54 +74,100 @@ def make_plan(text: str, filling: Filling) -> Plan:
 
 
 class _LossOnly(nn.Module):
-    """`TrainModule` with a tensor as its output: DeepSpeed's hooks look for tensors; the other terms are kept aside."""
+    """The model as DeepSpeed sees it: its outputs are tensors, for which its hooks look; other terms are kept aside."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: TrainModule) -> None:
         super().__init__()
-        self.module = module
+        self.model = module.model
+        self._run = [module]  # in a list, so that it gets no hooks
         self.terms: LossTerms | None = None
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        self.terms = self.module(batch)
+        self.terms = self._run[0](batch)
         return self.terms.loss_sum
+
+
+class _Writer:
+    """DeepSpeed's writer of files, which keeps an error until all ranks have written: they wait for each other."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.trouble: Exception | None = None
+
+    def save(self, state_dict: Any, path: str) -> None:
+        try:
+            self.engine.save(state_dict, path)
+        except Exception as error:
+            self.trouble = error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+class EngineOptimizer:
+    """What the loop sees of the optimizer: its groups, whose rates it sets, and that gradients are to be forgotten."""
+
+    def __init__(self, strategy: DeepSpeed) -> None:
+        self._strategy = strategy
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._strategy.engine.optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._strategy.forget_gradients()
 
 
 class DeepSpeed:
     """A `Strategy` whose gradients and steps are DeepSpeed's.
 
     Args:
-        module: `TrainModule`, with whole parameters, or with those that `zero.Init` has partitioned.
+        module: `TrainModule`, with whole parameters.
         optimizer: over its trained parameters; DeepSpeed takes it over and keeps its groups.
         head: the output head's parameters: stage 3 must gather them for the objective, which uses them outside of the
             head's own forward.
+
+    Attributes:
+        optimizer: for the loop.
+        kind: the optimizer's class by name.
+
+    Raises:
+        UsageError: DeepSpeed refuses the configuration.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        module: TrainModule,
         optimizer: torch.optim.Optimizer,
         plan: Plan,
         group: ProcessGroup,
         *,
         mesh: Mesh | None = None,
-        head: list[nn.Parameter] | None = None,
+        head: Iterable[nn.Parameter] = (),
     ) -> None:
-        device = next(module.parameters()).device
-        deepspeed = import_deepspeed(device.type)
-        if group.world_size > 1:
-            deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", dist_init_required=False)
-        self.module = module
+        self.module: nn.Module = module
         self.mesh = mesh or Mesh()
-        self.device = device
+        self.plan = plan
+        self.device = next(module.parameters()).device
+        self.kind = type(optimizer).__name__
+        self._deepspeed = deepspeed = import_deepspeed(self.device.type)
         self._group = group
         self._outer = _LossOnly(module)
+        self._pending = False  # whether gradients wait for a step
+        _join(deepspeed, self.device)
         if plan.stage == 3:
-            for parameter in head or []:
+            for parameter in head:
                 deepspeed.zero.register_external_parameter(self._outer, parameter)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=self._outer, optimizer=optimizer, config=plan.values, model_parameters=trained
-        )
+        try:
+            self.engine, *_ = deepspeed.initialize(
+                model=self._outer, optimizer=optimizer, config=plan.values, model_parameters=trained
+            )
+        except ValueError as error:
+            raise UsageError(
+                f"DeepSpeed refuses its configuration: {first_line(error)}", where="--deepspeed", fix="correct the file"
+            ) from error
+        self.optimizer = EngineOptimizer(self)
 
     @property
     def copies(self) -> int:
@@ -135,9 +188,16 @@ class DeepSpeed:
         return terms
 
     def backward(self, terms: list[LossTerms], to_loss: ToLoss, last: bool) -> None:
-        """DeepSpeed averages over ranks, hence the factor."""
+        """DeepSpeed averages over ranks, hence the factor.
+
+        A loss that isn't finite gives gradients that aren't either, whatever its own derivative is: DeepSpeed then
+        leaves the step out on all ranks.
+        """
         for term in terms:
-            self.engine.backward(to_loss(term.loss_sum) * float(self._group.world_size))
+            loss = to_loss(term.loss_sum) * float(self._group.world_size)
+            spoilt = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
+            self.engine.backward(loss * spoilt)
+        self._pending = True
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> LossTerms:
@@ -148,9 +208,68 @@ class DeepSpeed:
 
     def step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> Stepped:
         """DeepSpeed leaves a step out whose gradients aren't finite."""
+        self._pending = False
         self.engine.step()
         return Stepped(bool(self.engine.was_step_applied()), float(self.engine.get_global_grad_norm()))
 
-    def gathered(self, parameters: list[nn.Parameter]) -> Any:
-        """A context in which these parameters are whole on every rank (stage 3 has them in parts)."""
-        return import_deepspeed(self.device.type).zero.GatheredParameters(parameters)
+    def forget_gradients(self) -> None:
+        """Drop the gradients of a step that isn't made, which is one whose loss wasn't finite.
+
+        DeepSpeed keeps gradients in several places, and clears them where it leaves a step out.
+        """
+        if self._pending:
+            self._pending = False
+            self.engine.step()
+            assert not self.engine.was_step_applied()
+
+    def whole(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A parameter or buffer as a whole, in the precision it is trained in; every rank calls it."""
+        if isinstance(parameter, nn.Parameter) and parameter.requires_grad:
+            trained = self._deepspeed.utils.safe_get_full_fp32_param(parameter)
+            if trained is not None:
+                return trained.detach()
+        if hasattr(parameter, "ds_id"):
+            with self._deepspeed.zero.GatheredParameters([parameter]):
+                return parameter.detach().clone()
+        return parameter.detach()
+
+    @contextmanager
+    def opened(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Inside, these parameters are whole and may be changed, alike on every rank; the optimizer doesn't see it."""
+        with self._deepspeed.zero.GatheredParameters(parameters, modifier_rank=0, enabled=self.plan.stage == 3):
+            yield
+
+    def save(self, folder: Path, tag: str) -> None:
+        """Write what the engine holds of trained weights and optimizer; every rank writes its own part."""
+        writer = _Writer(self.engine.checkpoint_engine)
+        self.engine.checkpoint_engine = writer
+        try:
+            self.engine.save_checkpoint(str(folder), tag=tag, exclude_frozen_parameters=True)
+        finally:
+            self.engine.checkpoint_engine = writer.engine
+        if writer.trouble is not None:
+            raise writer.trouble
+
+    def load(self, folder: Path, tag: str) -> None:
+        """Read back what `save` wrote, in as many processes. Today's rates, betas and decay hold."""
+        groups = [dict(group) for group in self.optimizer.param_groups]
+        self.engine.load_checkpoint(str(folder), tag=tag, load_module_strict=False)
+        for group, today in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update({name: value for name, value in today.items() if name != "params"})
+
+
+def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The whole parameter's shape; stage 3 leaves nothing of it in the module."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _join(deepspeed: Any, device: torch.device) -> None:
+    """Let DeepSpeed use the processes' group; a process that is alone gets one of its own."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if not dist.is_initialized():
+        warnings.filterwarnings(
+            "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
+        )  # calls of DeepSpeed's
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    os.environ.setdefault("LOCAL_RANK", "0")
+    deepspeed.init_distributed(backend, dist_init_required=False)

@@ -5,6 +5,8 @@ The one place that knows all three.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
@@ -45,7 +47,7 @@ def build_engine(
     optimizer = _optimizer(config, model.whole)
     if config.parallelism.deepspeed:
         strategy = _deepspeed(config, session, model, module, optimizer)
-        return Communication(strategy), strategy.optimizer
+        return Communication(strategy), cast(torch.optim.Optimizer, strategy.optimizer)
     return build_data_parallel(config.parallelism, session, module, optimizer, micro_batches), optimizer
 
 
@@ -70,5 +72,5 @@ def _deepspeed(
         hidden=model.causal_lm.config.get_text_config().hidden_size,
     )
     plan = make_plan(config.parallelism.deepspeed, filling)
-    head = list(model.head.module.parameters())
-    return DeepSpeed(module, optimizer, plan, session.group, mesh=session.mesh, head=head)
+    session.notes.append(f"DeepSpeed's ZeRO stage {plan.stage} holds the optimizer's state and averages gradients")
+    return DeepSpeed(module, optimizer, plan, session.group, mesh=session.mesh, head=model.head.module.parameters())

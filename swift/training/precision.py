@@ -23,10 +23,13 @@ class Precision:
     Attributes:
         compute: dtype of matrix products; also of frozen weights.
         device_type: for autocast.
+        managed: another engine holds the weights in `compute` and scales fp16's losses itself, so that there is neither
+            autocast nor a scaler here.
     """
 
     compute: torch.dtype
     device_type: str
+    managed: bool = False
 
     def stored(self, *, full: bool) -> torch.dtype:
         """The type in which a model's own weights are held: all trained (`full`), or frozen beside an adapter."""
@@ -38,13 +41,14 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager:
         """The context that forward passes run in."""
-        if self.compute == torch.float32:
+        if self.compute == torch.float32 or self.managed:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.compute)
 
     def scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler that fp16 needs to keep small gradients from vanishing."""
-        return torch.amp.GradScaler(self.device_type) if self.compute == torch.float16 else None
+        scaled = self.compute == torch.float16 and not self.managed
+        return torch.amp.GradScaler(self.device_type) if scaled else None
 
 
 def choose_precision(wanted: str | None, device: Device) -> tuple[Precision, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -82,6 +82,7 @@ def start_session(config: SftConfig) -> Session:
     """Join the process group, choose device and precision, find what to resume, make the run folder."""
     device = detect_device(local_rank())
     precision, notes = choose_precision(config.model.torch_dtype, device)
+    precision = replace(precision, managed=bool(config.parallelism.deepspeed))
     group = start_process_group(
         device.type,
         join_timeout_s=config.parallelism.join_timeout_s,

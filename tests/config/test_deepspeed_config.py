@@ -5,6 +5,7 @@ import json
 import pytest
 
 from swift.config import SftConfig, build_config
+from swift.config.checks import check
 from swift.config.deepspeed import PRESETS, Filling, deepspeed_problems, filled, read_deepspeed, zero_stage
 from swift.core.errors import UsageError
 
@@ -70,6 +71,32 @@ def test_auto_is_filled_and_the_loop_keeps_accumulation():
         filled({"zero_optimization": {"stage": 3, "sub_group_size": "auto"}}, FILLING)
 
 
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "zero0"])
+def test_presets_pass_and_go_with_lora_and_full_tuning(name):
+    for tuner in ("lora", "full"):
+        check(config_of(deepspeed=name, tuner_type=tuner))
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"deepspeed": "zero0"}, "stage 0 shards nothing"),
+        ({"deepspeed": '{"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR"}}'}, "scheduler of a"),
+        ({"deepspeed": "zero2", "tuner_type": "adalora"}, "adalora looks at gradients"),
+        ({"deepspeed": "zero3", "tuner_type": "vera"}, "tuner_type vera reads weights"),
+        ({"deepspeed": "zero3", "use_dora": True}, "use_dora True reads weights"),
+        ({"deepspeed": "zero1", "optim": "adafactor"}, "adafactor needs whole matrices"),
+        ({"deepspeed": "zero2", "grad_compression": '{"intra": "bf16"}'}, "deepspeed"),
+        ({"deepspeed": "zero2", "local_updates": '{"kind": "diloco"}'}, "deepspeed"),
+        ({"deepspeed": "zero3", "pipeline_parallel_size": 2}, "exclude each other"),
+    ],
+)
+def test_what_does_not_go_with_deepspeed_is_refused_with_everything_else(settings, words):
+    with pytest.raises(UsageError, match=words) as refused:
+        check(config_of(**settings, learning_rate=-1.0))
+    assert "learning_rate must be" in str(refused.value)
+
+
 @pytest.mark.parametrize(
     "values, words",
     [
@@ -78,6 +105,9 @@ def test_auto_is_filled_and_the_loop_keeps_accumulation():
         ({"optimizer": {"type": "Lamb"}}, "Lamb"),
         ({"train_batch_size": 64}, "train_batch_size"),
         ({"zero_optimization": {"stage": 4}}, "stage 4"),
+        ({"bf16": {"enabled": True}}, "stage 0 shards nothing"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload_param to nvme"),
+        ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "check_grad_overflow"),
     ],
 )
 def test_what_cannot_be_is_named(values, words):
