@@ -46,11 +46,13 @@ def launch(argv: Sequence[str], config: Any) -> int | None:
     """Run the command in as many processes as were asked for, on this machine and with others.
 
     Returns:
-        The exit code; None where one process on one machine was asked for, which is this one.
+        The exit code; None where one process on one machine is enough, which is this one.
 
     Raises:
         SwiftError: the other machines can't be found.
     """
+    if getattr(getattr(config, "parallelism", None), "dry_run", False):
+        return None  # one process plays all
     nodes = find_nodes(config, os.environ)
     if nodes.count > 1:
         check_interfaces()

@@ -42,9 +42,11 @@ def precheck(config: Any, *, places: Mapping[str, str] | None = None) -> None:
     adapters = [_at(where, "adapters", fault) for name in config.model.adapters if (fault := _adapter_fault(name))]
     problems += adapters
     missing_adapter = isinstance(config, MergeLoraConfig) and not config.model.adapters
-    if config.model.model or not (adapters or missing_adapter):  # without a model, an adapter names its own
+    named = config.model.model or not (adapters or missing_adapter)  # without a model, an adapter names its own
+    if named and not dry:
+    dry = hasattr(config, "parallelism") and config.parallelism.dry_run  # needs config.json only, and no rows
         problems += _raised(where, "model", check_model_source, config.model)
-    if hasattr(config, "data"):
+    if hasattr(config, "data") and not dry:
         problems += _data_faults(where, config.data)
     if "RANK" not in os.environ and (hasattr(config, "training") or hasattr(config, "infer")):
         problems += _raised(where, "nnodes", partial(find_nodes, environ=os.environ), config)

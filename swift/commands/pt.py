@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from swift.commands.sft import TrainResult, train
+from swift.commands.sft import TrainResult, show_plan, train
 from swift.config import PtConfig, build_config
 
 
@@ -15,5 +15,7 @@ def pt(config: PtConfig | None = None, **flags: Any) -> TrainResult:
 
 def main(config: PtConfig) -> int:
     """The command's entry."""
+    if config.parallelism.dry_run:
+        return show_plan(config)
     pt(config)
     return 0

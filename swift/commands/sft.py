@@ -6,6 +6,7 @@ trainer. It decides nothing that a part can decide.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,19 @@ def sft(config: SftConfig | None = None, **flags: Any) -> TrainResult:
 
 def main(config: SftConfig) -> int:
     """The command's entry: 0 when the run ended well, also by a signal."""
+    if config.parallelism.dry_run:
+        return show_plan(config)
     sft(config)
+    return 0
+
+
+def show_plan(config: SftConfig) -> int:
+    """`--dry_run`: print what a step would take of each process, and do nothing; 0."""
+    precheck(config)
+    if os.environ.get("RANK", "0") == "0":  # where a launcher has started all processes, one is enough
+        from swift.training.dry_run import dry_run
+
+        print(dry_run(config), end="")
     return 0
 
 

@@ -191,7 +191,7 @@ class _Checker:
             yield self.fault("system", f"there is no file {system} with the system prompt", _nearby(Path(system)))
 
     def data(self) -> Iterator[Problem]:
-        if not self["dataset"] and not self["cached_dataset"]:
+        if not self["dataset"] and not self["cached_dataset"] and not self["dry_run"]:
             yield self.fault("dataset", "no data given", "--dataset rows.jsonl (several files or folders work as well)")
         if self["cached_val_dataset"] and (self["val_dataset"] or self["split_dataset_ratio"] > 0):
             yield self.fault(

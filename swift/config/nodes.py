@@ -61,6 +61,8 @@ def find_nodes(config: Any, environ: Mapping[str, str]) -> Nodes:
     count = flag("nnodes") or _positive(environ, "NNODES") or _number(slurm, "SLURM_STEP_NUM_NODES", 1)
     processes = processes_wanted(config, environ)
     timeout = getattr(flags, "join_timeout_s", Nodes.join_timeout_s)
+    if flag("dry_run"):  # nobody is met
+        return Nodes(count, processes=processes)
     if count == 1:
         return Nodes(processes=processes, join_timeout_s=timeout)
     rank = _first(flag("node_rank"), _number(environ, "NODE_RANK"), _number(slurm, "SLURM_NODEID"))

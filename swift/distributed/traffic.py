@@ -16,15 +16,18 @@ class Traffic:
 
     Attributes:
         calls: (axis, kind) -> collectives; bytes: (axis, kind) -> bytes this rank sent.
+        latest: axis and kind of the last one that was counted.
     """
 
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     bytes: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    latest: tuple[str, str] | None = None
 
     def count(self, axis: str, kind: str, num_bytes: float) -> None:
         """Add a collective of `kind` that sent `num_bytes` along `axis`."""
         self.calls[axis, kind] += 1
         self.bytes[axis, kind] += num_bytes
+        self.latest = axis, kind
 
     def per_axis(self) -> dict[str, float]:
         """Axis -> bytes sent along it."""

@@ -75,7 +75,7 @@ def fill_model(module: nn.Module, causal_lm: PreTrainedModel, start: Start, *, d
             them.
         UsageError: an adapter whose start depends on the base weights.
     """
-    _allocate(module, torch.device(device))
+    allocate(module, torch.device(device))
     whole = build_empty_model(start.path, start.model, dtype=start.dtype, attn_implementation="eager")
     read_weights(causal_lm, start.path, whole)
     if start.tuner.tuner_type != "full":
@@ -178,7 +178,7 @@ def _check_tie(path: Path, name: str, one: Stored, other: Stored) -> None:
             )
 
 
-def _allocate(module: nn.Module, device: torch.device) -> None:
+def allocate(module: nn.Module, device: torch.device) -> None:
     """Memory without numbers for all parameters and buffers; each parameter stays the object that it is.
 
     So what is tied, here or with another module, stays tied.

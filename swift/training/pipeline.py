@@ -50,6 +50,9 @@ class Pipeline:
         schedule: gpipe, 1f1b, interleaved or zbv.
         pad_token_id: of the padding at the end of rows; multiple: what a row's length must be divisible by, beside what
             sharing it along `cp` takes (the size of `tp` with sequence parallelism).
+
+    Attributes:
+        names: of what the objective sums up beside the loss, in training or not; the last stage tells them, once.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class Pipeline:
         num_stages = stages[0].chunk.num_stages
         modules = {stage.chunk.stage: stage for stage in stages}
         self.runner = PipelineRunner(modules, num_stages, spread.mesh["pp"], schedule, self.device)
-        self._names: dict[bool, list[str]] = {}
+        self.names: dict[bool, list[str]] = {}
         self._norm = 0.0
         self._refuse_unknown()
         if schedule in SPLIT_BACKWARD:  # functions of inputs and weights at once would run backward twice
@@ -184,12 +187,12 @@ class Pipeline:
         """The loss terms of all micro-batches, which the last stage has, and what other stages add to them."""
         axis, training = self.mesh["pp"], self.module.training
         last = next((stage for stage in self.stages if stage.chunk.last), None)
-        if training not in self._names:
+        if training not in self.names:
             told = [sorted(last.terms[0].sums) if last is not None else None]
             dist.broadcast_object_list(told, group=axis.group, group_src=self.runner.last_rank, device=self.device)
             assert told[0] is not None
-            self._names[training] = told[0]
-        names = self._names[training]
+            self.names[training] = told[0]
+        names = self.names[training]
         rows = torch.zeros(count, 2 + 2 * len(names), dtype=torch.float64, device=self.device)
         for stage in self.stages:
             for number, terms in stage.terms.items():

@@ -13,7 +13,9 @@ This file knows nothing of how experts compute or where their weights are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,19 @@ from swift.distributed.traffic import TRAFFIC
 
 # What computes rows with local experts: (rows [n, hidden], expert ids [n, 1], weights [n, 1]) -> [n, hidden].
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+_UNIFORM: ContextVar[bool] = ContextVar("uniform_routing", default=False)
+
+
+@contextmanager
+def uniform_routing() -> Iterator[None]:
+    """Within the context all experts are taken to be chosen equally often, on all ranks: for steps whose tensors have
+    no numbers (`swift.distributed.trace`), where nobody can count."""
+    token = _UNIFORM.set(True)
+    try:
+        yield
+    finally:
+        _UNIFORM.reset(token)
 
 
 def through_experts(
@@ -44,8 +59,10 @@ def through_experts(
     slots = chosen.shape[1]
     experts = chosen.reshape(-1)
     order = torch.argsort(experts, stable=True)
-    counts = torch.bincount(experts, minlength=axis.size * num_local).view(axis.size, num_local)
+    counts = _count(experts, axis.size * num_local).view(axis.size, num_local)
     arriving = _exchange_counts(counts, axis)
+    if _UNIFORM.get():
+        arriving = counts[axis.rank].expand_as(counts)
     sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
     rows = exchange_rows(hidden[order // slots], axis, sent, received)
     numbers = torch.arange(num_local, device=hidden.device).repeat(axis.size)
@@ -56,6 +73,14 @@ def through_experts(
     place[order] = torch.arange(len(order), device=order.device)
     per_slot = results[place].view(*chosen.shape, hidden.shape[1])
     return (per_slot * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+
+def _count(experts: torch.Tensor, total: int) -> torch.Tensor:
+    """[total]: how many rows each expert gets."""
+    if _UNIFORM.get():
+        each, more = divmod(len(experts), total)
+        return torch.tensor([each + (number < more) for number in range(total)], device=experts.device)
+    return torch.bincount(experts, minlength=total)
 
 
 def _compute_some(rows: torch.Tensor, numbers: torch.Tensor, compute: Compute) -> torch.Tensor:
