@@ -7,61 +7,30 @@ rank and the position in the data.
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from swift.checkpoint import load_tensors, prune, save_checkpoint, save_tensors
+from swift.checkpoint import load_tensors, save_checkpoint, save_tensors
 from swift.checkpoint.data import DATA_FILE, write_data_state
 from swift.checkpoint.sharded import is_sharded
 from swift.checkpoint.state import FILE_NAME as STATE_FILE
-from swift.checkpoint.store import link
 from swift.core.errors import CheckpointError
-from swift.core.files import disk_errors, human_bytes
+from swift.core.files import disk_errors
 from swift.models.tuners import adapter_state, load_adapter_state
 from swift.optim import local_parameters
+from swift.training.checkpoints import check_space, load_best, random_state, resume_random_state, tidy
 from swift.training.stored_state import OPTIMIZER_FILE, RANDOM_FILE, TRAINED_FILE, read_optimizer, read_trained
 from swift.training.trainer import Trainer
 
 RANK_FILE = "rank_state-{:05d}.pt"
 # where each rank leaves its file until rank 0 moves all of them into the checkpoint
 RANK_FOLDER = ".rank_states"
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """The state of every generator that training can draw from, as tensors and plain numbers."""
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    version, internal, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
-        "python": [version, list(internal), gauss],
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    elif device.type == "mps":
-        state["mps"] = torch.mps.get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put back what `random_state` gave."""
-    torch.set_rng_state(state["torch"])
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-    elif device.type == "mps" and "mps" in state:
-        torch.mps.set_rng_state(state["mps"])
 
 
 def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -116,11 +85,7 @@ class RunSaver:
         if not self.only_model or trainer.status == "interrupted":  # an interrupted run must be able to go on
             writers.append(lambda folder: self._write_private(folder, trainer, random_states))
         checkpoint = save_checkpoint(self.run_dir, state.step, writers, needed_bytes=self._needed_bytes(trainer))
-        prune(self.run_dir, self.keep, newest=state.step, best=state.best_step)
-        if self.links:
-            link(self.run_dir, "last", checkpoint.path)
-            if state.best_step is not None and (self.run_dir / f"checkpoint-{state.best_step}").is_dir():
-                link(self.run_dir, "best", self.run_dir / f"checkpoint-{state.best_step}")
+        tidy(checkpoint.path, state, keep=self.keep, links=self.links)
         return checkpoint.path
 
     def _write_private(self, folder: Path, trainer: Trainer, random_states: list[dict[str, Any]]) -> None:
@@ -188,13 +153,7 @@ class RunSaver:
         Raises:
             CheckpointError: with the bytes needed and free.
         """
-        needed, free = self._needed_bytes(trainer), shutil.disk_usage(self.run_dir).free
-        if needed > free:
-            raise CheckpointError(
-                f"there is no room for a checkpoint: about {human_bytes(needed)} needed, {human_bytes(free)} free",
-                where=str(self.run_dir),
-                fix="free space, choose another --output_dir, or train without checkpoints: --save_strategy no",
-            )
+        check_space(self.run_dir, self._needed_bytes(trainer))
 
     def _whole_model(self) -> bool:
         return not _adapter_prefixes(self.model)
@@ -224,17 +183,7 @@ class RunSaver:
 
     def load_best(self, trainer: Trainer) -> None:
         """End with the weights of the best evaluation."""
-        best = trainer.state.best_step
-        if best is None or best == trainer.state.step:
-            return
-        folder = self.run_dir / f"checkpoint-{best}"
-        if not folder.is_dir():
-            trainer.parts.monitor.event(
-                "warning", f"the best evaluation was at step {best}, of which there is no checkpoint: kept the last"
-            )
-            return
-        self.load_trained(folder)
-        trainer.parts.monitor.event("best", f"took the weights of {folder.name} back", step=trainer.state.step)
+        load_best(self.run_dir, trainer, self.load_trained)
 
     def resume(self, folder: Path, trainer: Trainer) -> None:
         """Put optimizer, scaler and random generators back; weights and position were given to the trainer before.
@@ -254,10 +203,7 @@ class RunSaver:
         if "adapter" in saved:
             load_adapter_state(self.model, saved["adapter"])
         self._load_rank_state(folder, trainer)
-        states = torch.load(folder / RANDOM_FILE, weights_only=True, map_location="cpu")
-        rank = trainer.parts.group.rank
-        if rank < len(states):
-            set_random_state(states[rank], trainer.device)
+        resume_random_state(folder, trainer)
 
     def _read_optimizer(self, folder: Path, trainer: Trainer) -> dict[str, Any]:
         """Put the optimizer's state back; gives what else its file holds."""

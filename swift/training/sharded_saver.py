@@ -7,7 +7,6 @@ by any layout, one process among them: a process takes the boxes that it holds. 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,16 +16,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from swift.checkpoint import prune
 from swift.checkpoint.data import DATA_FILE, write_data_state
 from swift.checkpoint.sharded import is_sharded, save_sharded
 from swift.checkpoint.state import FILE_NAME as STATE_FILE
-from swift.checkpoint.store import begin_checkpoint, finish_checkpoint, give_up_checkpoint, link
+from swift.checkpoint.store import begin_checkpoint, finish_checkpoint, give_up_checkpoint
 from swift.core.errors import CheckpointError, SwiftError
-from swift.core.files import human_bytes
 from swift.distributed.process_group import ProcessGroup
 from swift.optim.local import LocalParameters
-from swift.training.saver import random_state, set_random_state
+from swift.training.checkpoints import check_space, load_best, random_state, resume_random_state, tidy
 from swift.training.stored_state import OPTIMIZER_FILE, RANDOM_FILE, TRAINED_FILE, read_optimizer, read_trained
 from swift.training.trainer import Trainer
 
@@ -113,11 +110,7 @@ class ShardedSaver:
         state = trainer.state
         write_rest()
         checkpoint = finish_checkpoint(aside, described)
-        prune(self.run_dir, self.keep, newest=state.step, best=state.best_step)
-        if self.links:
-            link(self.run_dir, "last", checkpoint.path)
-            if state.best_step is not None and (self.run_dir / f"checkpoint-{state.best_step}").is_dir():
-                link(self.run_dir, "best", self.run_dir / f"checkpoint-{state.best_step}")
+        tidy(checkpoint.path, state, keep=self.keep, links=self.links)
         return checkpoint.path
 
     def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -147,17 +140,7 @@ class ShardedSaver:
             CheckpointError: with the bytes needed and free.
         """
         needed = self._needed_bytes(trainer)
-
-        def check() -> None:
-            free = shutil.disk_usage(self.run_dir).free
-            if needed > free:
-                raise CheckpointError(
-                    f"there is no room for a checkpoint: about {human_bytes(needed)} needed, {human_bytes(free)} free",
-                    where=str(self.run_dir),
-                    fix="free space, choose another --output_dir, or train without checkpoints: --save_strategy no",
-                )
-
-        trainer.parts.group.from_main(check)
+        trainer.parts.group.from_main(lambda: check_space(self.run_dir, needed))
 
     def load_trained(self, folder: Path) -> None:
         """Put the trained tensors of a checkpoint, of whatever layout, into this process's parts."""
@@ -168,17 +151,7 @@ class ShardedSaver:
 
     def load_best(self, trainer: Trainer) -> None:
         """End with the weights of the best evaluation."""
-        best = trainer.state.best_step
-        if best is None or best == trainer.state.step:
-            return
-        folder = self.run_dir / f"checkpoint-{best}"
-        if not trainer.parts.group.from_main(folder.is_dir):
-            trainer.parts.monitor.event(
-                "warning", f"the best evaluation was at step {best}, of which there is no checkpoint: kept the last"
-            )
-            return
-        self.load_trained(folder)
-        trainer.parts.monitor.event("best", f"took the weights of {folder.name} back", step=trainer.state.step)
+        load_best(self.run_dir, trainer, self.load_trained)
 
     def resume(self, folder: Path, trainer: Trainer) -> None:
         """Put optimizer, scaler and random generators back, from a checkpoint of whatever layout.
@@ -196,10 +169,7 @@ class ShardedSaver:
         saved = read_optimizer(folder, optimizer, self.local, self.aliases)
         if trainer.scaler is not None and saved["scaler"]:
             trainer.scaler.load_state_dict(saved["scaler"])
-        states = torch.load(folder / RANDOM_FILE, weights_only=True, map_location="cpu")
-        rank = trainer.parts.group.rank
-        if rank < len(states):
-            set_random_state(states[rank], trainer.device)
+        resume_random_state(folder, trainer)
 
 
 def _groups(optimizer: torch.optim.Optimizer, aliases: Mapping[str, str]) -> list[dict[str, Any]]:
