@@ -19,8 +19,15 @@ _TABLE = re.compile(r"<!-- layouts -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def with_table(page: str) -> str:
-    """The page with the table between its marks made anew."""
-    return _TABLE.sub(lambda _: f"<!-- layouts -->\n{table()}<!-- end -->", page)
+    """The page with the table between its marks made anew.
+
+    Raises:
+        ValueError: the page has no such marks.
+    """
+    new, count = _TABLE.subn(lambda _: f"<!-- layouts -->\n{table()}<!-- end -->", page)
+    if count != 1:
+        raise ValueError(f"{PAGE.name} has {count} places for the table")
+    return new
 
 
 def table() -> str:
