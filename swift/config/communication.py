@@ -5,6 +5,8 @@
     {"intra": "bf16", "inter": "topk", "ratio": 0.1}       16 bits within a node, top-k across nodes
     {"method": "diloco", "every": 50, "dtype": "bfloat16"}
 
+With `--fsdp hsdp`, `{"inter": ...}` alone says what goes across replicas.
+
 This file reads them into dataclasses and says which settings exclude each other. It knows nothing of torch; what the
 methods do is in `swift.distributed.compression` and `swift.training.local_updates`.
 """
@@ -236,10 +238,13 @@ def communication_faults(values: Mapping[str, Any], fault: Callable[..., Problem
                 yield fault(name, f"{name} {error}")
     asked = [name for name in ("grad_compression", "local_updates", "balance_micro_batches") if values.get(name)]
     for name in asked:
+        if name == "grad_compression" and values.get("fsdp") == "hsdp":
+            yield from _replica_faults(values, fault)
+            continue
         for other, words in _spread(values):
             fix = f"leave {name} out"
             if name == "grad_compression" and other == "fsdp":
-                fix = "--reduce_dtype bfloat16 halves what fsdp sends; leave grad_compression out"
+                fix = "--reduce_dtype bfloat16 halves what fsdp sends; across nodes, --fsdp hsdp takes grad_compression"
             yield fault(f"{name} {other}", f"{name} is for ranks that hold the whole model each, not for {words}", fix)
     if values.get("local_updates"):
         for name in ("grad_compression", "balance_micro_batches"):
@@ -271,8 +276,31 @@ def communication_faults(values: Mapping[str, Any], fault: Callable[..., Problem
         )
 
 
+def _replica_faults(values: Mapping[str, Any], fault: Callable[..., Problem]) -> Iterator[Problem]:
+    """What goes across the replicas of hsdp is compressed; all else is sent by fsdp."""
+    try:
+        settings = read_compression(values["grad_compression"])
+    except ValueError:  # which was said before
+        return
+    if settings.method != _TWO_STAGE or settings.intra != "none" or settings.node_size is not None:
+        yield fault(
+            "grad_compression fsdp",
+            "with hsdp the ranks of a replica add gradients up as fsdp does, so grad_compression is only for what goes "
+            "across replicas",
+            'give "inter" alone, such as {"inter": "topk", "ratio": 0.1}; --reduce_dtype bfloat16 is for the rest',
+        )
+    if (values.get("pipeline_parallel_size") or 1) > 1:
+        yield fault(
+            "grad_compression pipeline_parallel_size",
+            "grad_compression is not for pipelines",
+            "leave grad_compression out",
+        )
+
+
 def _spread(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The ways in which the model is spread over ranks."""
+    """The ways in which the model is, or may be, spread over ranks."""
+    if values.get("parallel") == "auto":
+        yield "parallel", "parallel auto, which may share it between ranks"
     if values.get("fsdp", "none") != "none":
         yield "fsdp", f"fsdp {values['fsdp']}"
     for axis in ("tensor_parallel_size", "sequence_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):

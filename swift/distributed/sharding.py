@@ -10,7 +10,8 @@ head's matrix outside of its own forward. What each `zero_stage` keeps of P para
 
 Stage 1 adds its gradients up over ranks once a step, the others with every micro-batch; with replicas (a 2-D mesh),
 over a replica's ranks with every micro-batch and over replicas once a step. Between steps every stage holds 4 P / N of
-weights. Gradients are sums over ranks, never means: the loss was divided by the weight of the whole step before.
+weights. Gradients are sums over ranks, never means: the loss was divided by the weight of the whole step before. Where
+replicas exchange gradients in a way of our own, `fully_shard` knows of one replica only.
 
 This file knows nothing of losses, optimizers or how the tensors get their values: it works on meta modules too.
 """
@@ -26,12 +27,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
 from swift.config.parallel import ParallelConfig
 from swift.core.errors import ModelError, UsageError
+from swift.distributed.compression import ReplicaExchange, build_replica_exchange
 from swift.distributed.gradients import cut_axes
 from swift.distributed.spread import Spread
 from swift.distributed.tensor import fsdp_placement
@@ -59,6 +62,7 @@ def apply_fsdp(
         UsageError: settings that exclude each other.
         ModelError: the model's parameters can't be sharded layer by layer.
     """
+    _prepare_replicas(spread, config)
     if not spread.mesh["fsdp"]:
         return
     if config.zero_stage not in (1, 2, 3):
@@ -85,8 +89,8 @@ def apply_fsdp(
     )
     spread_out = config.zero_stage == 3
     for experts in _expert_modules(module):
-        shard(experts, mesh=spread.mesh.expert_fsdp_mesh(), reshard_after_forward=spread_out)
-    mesh = spread.mesh.fsdp_mesh()
+        shard(experts, mesh=_sharding_mesh(spread, "efsdp"), reshard_after_forward=spread_out)
+    mesh = _sharding_mesh(spread, "fsdp")
     for layer in layers:
         shard(layer, mesh=mesh, reshard_after_forward=spread_out)
     shard(module, mesh=mesh, reshard_after_forward=False)  # backward begins with the head
@@ -95,6 +99,32 @@ def apply_fsdp(
         part.set_force_sum_reduction_for_comms(True)  # gloo can't multiply while it adds
         part.set_reduce_scatter_unused_params(True, recurse=False)  # a rank may lack gradients that others have
     _count_traffic(module, spread)
+    if spread.replicas is not None:
+        spread.replicas.register(module, next(module.parameters()).device)
+
+
+def _prepare_replicas(spread: Spread, config: ParallelConfig) -> None:
+    """Take over from `fully_shard` how replicas add gradients up, where settings say how."""
+    replicas = spread.mesh["dp_replicate"]
+    if not config.grad_compression or not replicas:
+        return
+    if not spread.mesh["fsdp"]:
+        raise UsageError(
+            f"each of the {replicas.size} replicas is one process, so nothing is sharded",
+            where="--fsdp with --grad_compression",
+            fix="--fsdp none, which exchanges gradients of whole models, or a --dp_shard_size above 1",
+        )
+    if spread.mesh["pp"]:
+        raise UsageError(
+            "grad_compression is not for pipelines", where="--grad_compression", fix="leave grad_compression out"
+        )
+    spread.replicas = build_replica_exchange(config.grad_compression, replicas)
+
+
+def _sharding_mesh(spread: Spread, axis: str) -> DeviceMesh | None:
+    """What weights are sharded over: along `fsdp`, or `efsdp` for experts; with replicas where the library adds up."""
+    mesh = spread.mesh.fsdp_mesh() if axis == "fsdp" else spread.mesh.expert_fsdp_mesh()
+    return mesh[axis] if mesh is not None and spread.replicas is not None else mesh
 
 
 def _count_traffic(module: nn.Module, spread: Spread) -> None:
@@ -109,7 +139,7 @@ def _count_traffic(module: nn.Module, spread: Spread) -> None:
         axis = "efsdp" if experts else "fsdp"
         unit.set_custom_all_gather(_CountedAllGather(axis))
         unit.set_custom_reduce_scatter(_CountedReduceScatter(axis))
-        if replicas > 1:
+        if replicas > 1 and spread.replicas is None:
             unit.set_all_reduce_hook(count_all_reduce)
 
 
@@ -163,14 +193,16 @@ class GradientSync:
     Args:
         module: the root that `apply_fsdp` made; where it did nothing, this does nothing.
         zero_stage: as given to `apply_fsdp`.
+        replicas: how replicas add gradients up, if not by the library's all-reduce.
 
     Attributes:
         units: what is gathered as one.
     """
 
-    def __init__(self, module: nn.Module, zero_stage: int) -> None:
+    def __init__(self, module: nn.Module, zero_stage: int, replicas: ReplicaExchange | None = None) -> None:
         self.units = sharded_modules(module)
         self._stage = zero_stage
+        self._replicas = replicas
 
     def before_backward(self, last: bool) -> None:
         """Call it before the backward pass of each micro-batch.
@@ -178,6 +210,8 @@ class GradientSync:
         Args:
             last: whether it is the step's last; after it every rank has its share of the sums.
         """
+        if self._replicas is not None:
+            self._replicas.last = last
         for part in self.units:
             part.set_is_last_backward(last)
             part.set_requires_gradient_sync(self._stage > 1 or last, recurse=False)

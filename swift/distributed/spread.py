@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from swift.distributed.collectives import all_reduce
+from swift.distributed.compression import ReplicaExchange
 from swift.distributed.mesh import Axis, Mesh
 
 
@@ -30,11 +31,13 @@ class Spread:
             rank used a replicated parameter for its own share (a norm over a share of the tokens, LoRA's A in front of
             a share of B's rows). `finish_gradients` adds them up.
         copies: names of parameters of this process that another process counts: a tied embedding's second copy.
+        replicas: how replicas of a sharded model add gradients up, if not by the library's all-reduce.
     """
 
     mesh: Mesh
     partial: dict[str, set[str]] = field(default_factory=dict)
     copies: set[str] = field(default_factory=set)
+    replicas: ReplicaExchange | None = None
 
     def mark_partial(self, name: str, axis: str) -> None:
         """The gradient of parameter `name` (of the whole model) is to be added up along `axis`."""

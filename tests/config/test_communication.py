@@ -107,6 +107,12 @@ def problems(**settings) -> str:
         ({"grad_compression": "top_k"}, "did you mean topk?"),
         ({"local_updates": "{"}, "local_updates is not JSON"),
         ({"grad_compression": "bf16", "fsdp": "fsdp2"}, "--reduce_dtype bfloat16"),
+        ({"grad_compression": '{"inter": "topk"}', "fsdp": "fsdp2"}, "not for fsdp fsdp2"),
+        ({"grad_compression": "bf16", "fsdp": "hsdp"}, 'give "inter" alone'),
+        ({"grad_compression": '{"intra": "bf16", "inter": "topk"}', "fsdp": "hsdp"}, 'give "inter" alone'),
+        ({"grad_compression": '{"inter": "topk"}', "fsdp": "hsdp", "pipeline_parallel_size": 2}, "not for pipelines"),
+        ({"grad_compression": "topk", "parallel": "auto"}, "not for parallel auto"),
+        ({"local_updates": "diloco", "parallel": "auto"}, "not for parallel auto"),
         ({"grad_compression": "bf16", "tensor_parallel_size": 2}, "not for tensor_parallel_size 2"),
         ({"local_updates": "diloco", "pipeline_parallel_size": 2}, "not for pipeline_parallel_size 2"),
         ({"balance_micro_batches": True, "sequence_parallel_size": 2}, "not for sequence_parallel_size 2"),
@@ -126,3 +132,5 @@ def test_sound_settings_bring_no_complaint():
     asked = {"grad_compression": "topk", "balance_micro_batches": True}
     assert not any(name in problems(**asked) for name in asked)
     assert "local_updates" not in problems(local_updates="diloco")
+    for way in ('{"inter": "topk", "ratio": 0.1}', "hierarchical"):
+        assert "grad_compression" not in problems(grad_compression=way, fsdp="hsdp", tensor_parallel_size=2)

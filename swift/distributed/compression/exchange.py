@@ -186,7 +186,7 @@ def build_exchange(settings: GradCompression | None, axis: Axis, device_type: st
         return GradientExchange(Summed(Ring2D(row, column), axis, remembers=False), words)
     node = settings.node_size or local_world_size(size)
     inside, across = _grid(axis, node, ("intra", "inter"), device_type, '"node_size"')
-    second, words = _across(settings, across)
+    second, words = across_nodes(settings, across)
     stages = TwoStage(inside, second, DTYPES[settings.intra])
     first = "" if settings.intra == "none" else f" in {settings.intra}"
     words = f"reduce-scatter and all-gather{first} within nodes of {node}, {words}"
@@ -194,11 +194,11 @@ def build_exchange(settings: GradCompression | None, axis: Axis, device_type: st
     return GradientExchange(Summed(stages, axis, remembers=remembers), words)
 
 
-def _across(settings: GradCompression, axis: Axis) -> tuple[Method, str]:
-    """The method across nodes, and words for it."""
+def across_nodes(settings: GradCompression, axis: Axis, things: str = "nodes") -> tuple[Method, str]:
+    """The method for `inter` of two stages, and words for it."""
     if not axis:
-        return Whole(axis), "nothing across nodes: there is one"
-    over = f"across {axis.size} nodes"
+        return Whole(axis), f"nothing across {things}: there is one"
+    over = f"across {axis.size} {things}"
     if settings.inter == "topk":
         feedback = "with" if settings.error_feedback else "without"
         method = TopK(axis, settings.ratio, error_feedback=settings.error_feedback)
