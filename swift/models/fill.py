@@ -20,6 +20,7 @@ from typing import Any
 import peft
 import torch
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -239,7 +240,6 @@ def check_start(config: Any) -> None:
         "--use_dora": getattr(config, "use_dora", False) and "DoRA's magnitudes",
         "--init_weights": getattr(config, "init_lora_weights", True) not in _PLAIN_STARTS
         and f"a start by {getattr(config, 'init_lora_weights', True)}",
-        "--target_parameters": getattr(config, "target_parameters", None) and "LoRA on parameters",
         "--new_special_tokens": getattr(config, "trainable_token_indices", None) and "training rows of new tokens",
     }
     for flag, what in refusals.items():
@@ -255,22 +255,31 @@ def _draw(whole: PreTrainedModel, config: Any) -> Iterator[tuple[str, torch.Tens
     """The adapter's parameters by name, from today's random state, a layer at a time.
 
     Each layer of the base is stood in for by an empty one on the host (whose memory is never touched), alone under its
-    own name, and peft adds an adapter to it, in the order in which it adds them to the whole model.
+    own name, and peft adds an adapter to it, in the order in which it adds them to the whole model: those on layers,
+    then those on parameters, such as the matrices of experts.
     """
-    for path, layer in list(whole.named_modules()):
-        if not isinstance(layer, LoraLayer):
-            continue
-        stand = nn.Module()
-        parent = stand
-        *outer, last = path.split(".")
-        for name in outer:
-            parent.add_module(name, nn.Module())
-            parent = parent.get_submodule(name)
-        parent.add_module(last, copy.deepcopy(layer.get_base_layer()).to_empty(device="cpu"))
-        settings = copy.deepcopy(config)
-        settings.modules_to_save = None
-        peft.inject_adapter_in_model(settings, stand)
-        yield from ((name, parameter.data) for name, parameter in stand.named_parameters() if is_adapter(name))
+    layers = {path: layer for path, layer in whole.named_modules() if isinstance(layer, LoraLayer)}
+    on_parameters = {path for path, layer in layers.items() if isinstance(layer, ParamWrapper)}
+    plain, of_experts = copy.deepcopy(config), copy.deepcopy(config)
+    plain.modules_to_save = of_experts.modules_to_save = None
+    plain.target_parameters, of_experts.target_modules = None, []
+    for path in [path for path in layers if path not in on_parameters]:
+        yield from _draw_one(path, layers[path], plain)
+    for path in [path for path in layers if path in on_parameters]:
+        if path.rpartition(".")[0] not in on_parameters:  # one inside another is drawn with that
+            yield from _draw_one(path, layers[path], of_experts)
+
+
+def _draw_one(path: str, layer: LoraLayer, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    stand = nn.Module()
+    parent = stand
+    *outer, last = path.split(".")
+    for name in outer:
+        parent.add_module(name, nn.Module())
+        parent = parent.get_submodule(name)
+    parent.add_module(last, copy.deepcopy(layer.get_base_layer()).to_empty(device="cpu"))
+    peft.inject_adapter_in_model(copy.deepcopy(config), stand)
+    yield from ((name, parameter.data) for name, parameter in stand.named_parameters() if is_adapter(name))
 
 
 def file_name(name: str) -> str:

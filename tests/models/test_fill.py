@@ -182,6 +182,25 @@ def test_adapters_start_from_the_same_numbers(init, tmp_path):
         assert mine.requires_grad == theirs.requires_grad, name
 
 
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], []], ids=["with layers", "alone"])
+def test_adapters_on_experts_start_from_the_same_numbers(targets, tmp_path):
+    build("qwen3-moe").save_pretrained(tmp_path)
+    tuner = TunerConfig(
+        tuner_type="lora",
+        lora_rank=4,
+        lora_dropout=0.0,
+        target_modules=targets,
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+    )
+    ours, expected = fill_alone(tmp_path, tuner), reference(tmp_path, tuner, torch.float32)
+    drawn = 0
+    for (name, mine), theirs in zip(ours.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+        drawn += "experts" in name and "lora_A" in name and bool(mine.abs().sum())
+    assert drawn == 4
+    assert min(on_ranks(2, compare, tmp_path, tuner, "fsdp", torch.float32)) > 0
+
+
 def test_starts_from_base_weights_are_refused(tmp_path):
     build("llama").save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="DoRA") as caught:
