@@ -16,7 +16,7 @@ from swift.config.checks import find_problems
 from swift.config.cluster import read_cluster
 from swift.config.commands import MergeLoraConfig
 from swift.config.data import DataConfig, RowsConfig
-from swift.config.degrees import degree_problems, read_model_shape
+from swift.config.degrees import degree_problems, needs_shape, read_model_shape
 from swift.config.nodes import find_nodes, world_size_expected
 from swift.config.resolve import Problem, raise_problems
 from swift.core.errors import SwiftError, nearest
@@ -63,15 +63,15 @@ def _size_faults(places: Mapping[str, str], config: Any) -> list[Problem]:
     A hub's model is known once it is downloaded. Launchers of several machines don't know how many processes the others
     start: the processes themselves do, and come here too.
     """
-    if config.parallelism.parallel == "auto" or ("RANK" not in os.environ and find_nodes(config, os.environ).count > 1):
-        return []
     folder = Path(config.model.model or "").expanduser()
     shape = None
-    if config.model.model and (folder / "config.json").is_file():
+    if needs_shape(config.parallelism) and config.model.model and (folder / "config.json").is_file():
         try:
             shape = read_model_shape(folder)
-        except SwiftError:  # a model without layers or heads in its config.json: only what needs none is checked
-            shape = None
+        except SwiftError as error:
+            return [_at(places, "model", Problem(error.message, error.where, error.fix))]
+    if config.parallelism.parallel == "auto" or ("RANK" not in os.environ and find_nodes(config, os.environ).count > 1):
+        return []
     world_size = world_size_expected(config, os.environ)
     return [
         Problem(problem.message, _places(places, problem.where), problem.fix)

@@ -18,7 +18,9 @@ from typing import Any
 
 from swift.config.degrees import Degrees, ModelShape, degree_problems, divisors, is_possible, resolve_degrees
 from swift.config.parallel import ParallelConfig
+from swift.config.parallel_checks import spread_faults
 from swift.config.resolve import Problem, raise_problems
+from swift.config.schema import values_of
 
 GIB = 1 << 30
 USABLE = 0.85  # of a device's memory: the rest is the allocator's, the kernels' and the communication's
@@ -141,6 +143,7 @@ class _Planner:
         self.shape, self.world, self.per_node = shape, world, min(per_node, world)
         self.room = USABLE * memory
         self.load = workload(config, shape, tokens)
+        self.config = config
         self.sizes: ParallelConfig = replace(config.parallelism, parallel="manual")
         defaults = ParallelConfig()
         self.given = set(given) | {
@@ -275,9 +278,12 @@ class _Planner:
         return name not in self.given
 
     def _try(self, **changes: Any) -> bool:
-        """Take these sizes if they are possible."""
+        """Take these sizes if they are possible, with this model and with what else is asked for."""
         candidate = replace(self.sizes, **changes)
-        if not is_possible(candidate, self.world, self.shape, ranks_per_node=self.per_node):
+        values = values_of(replace(self.config, parallelism=candidate))
+        if any(spread_faults(values, _problem)) or not is_possible(
+            candidate, self.world, self.shape, ranks_per_node=self.per_node
+        ):
             return False
         self.sizes = candidate
         return True
@@ -289,6 +295,10 @@ class _Planner:
 
     def _activations(self) -> float:
         return self.load.footprint(self.sizes, self.world, self.per_node).activations
+
+
+def _problem(names: str, message: str, fix: str | None = None) -> Problem:
+    return Problem(message, f"--{names.split()[0]}", fix)
 
 
 def _gib(number: float) -> str:

@@ -19,7 +19,7 @@ from swift.config.files import CONFIG_NAME
 from swift.config.parallel_checks import parallel_faults
 from swift.config.resolve import Problem, raise_problems
 from swift.config.saved import LATEST, MANIFEST, damage, latest_root, resume_folder
-from swift.config.schema import settings_of
+from swift.config.schema import values_of
 from swift.core.errors import nearest
 from swift.core.logging import rank
 
@@ -121,10 +121,7 @@ class _Checker:
 
     def __init__(self, config: Any, places: Mapping[str, str]) -> None:
         self.places = places
-        self.values: dict[str, Any] = {}
-        for setting in settings_of(type(config)).values():
-            holder = getattr(config, setting.group) if setting.group else config
-            self.values[setting.name] = getattr(holder, setting.name)
+        self.values = values_of(config)
         self.training = hasattr(config, "training")
 
     def __getitem__(self, name: str) -> Any:

@@ -71,8 +71,13 @@ _SIZES = {
 }
 
 
+def needs_shape(config: ParallelConfig) -> bool:
+    """Whether the sizes depend on the model: copies and shards of all of it are possible for any."""
+    return config.parallel == "auto" or any(getattr(config, name) > 1 for name in _SIZES)
+
+
 def resolve_degrees(
-    config: ParallelConfig, world_size: int, shape: ModelShape, *, ranks_per_node: int | None = None
+    config: ParallelConfig, world_size: int, shape: ModelShape | None, *, ranks_per_node: int | None = None
 ) -> Degrees:
     """The sizes of all axes.
 
@@ -80,6 +85,7 @@ def resolve_degrees(
     all of them share one; hsdp shares within a node and replicates across nodes.
 
     Args:
+        shape: None will do unless `needs_shape(config)`.
         ranks_per_node: for hsdp; default: what the launcher said (LOCAL_WORLD_SIZE), else all.
 
     Raises:
@@ -87,7 +93,7 @@ def resolve_degrees(
     """
     raise_problems(degree_problems(config, world_size, shape, ranks_per_node=ranks_per_node), subject="the parallelism")
     tp, pp, cp = config.tensor_parallel_size, config.pipeline_parallel_size, config.sequence_parallel_size
-    ring, ulysses = _context(config, shape)
+    ring, ulysses = (cp, 1) if shape is None else _context(config, shape)
     replicate, shard = _data_parallel(config, world_size // (tp * pp * cp), ranks_per_node)
     return Degrees(pp, replicate, shard, ring, ulysses, tp, config.expert_parallel_size)
 

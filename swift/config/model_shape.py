@@ -94,9 +94,10 @@ def read_model_shape(path: str | Path) -> ModelShape:
     shape = shape_of(data)
     if shape is None:
         raise ModelError(
-            "config.json doesn't say how many layers and heads the model has",
+            f"config.json of this {data.get('model_type', 'model')} doesn't say how many layers and attention heads "
+            "there are: tensor, sequence, pipeline and expert parallelism have no plan for it",
             where=str(file),
-            fix="parallel sizes can't be chosen without num_hidden_layers, num_attention_heads and hidden_size",
+            fix="--fsdp fsdp2 shards any model over the same processes",
         )
     return shape
 

@@ -21,6 +21,9 @@ _ALONE = {  # DeepSpeed brings its own sharding, communication and optimizer
     "sequence_parallel_size": 1,
     "expert_parallel_size": 1,
 }
+_AXES = {"tp": "tensor", "pp": "pipeline", "cp": "sequence", "ep": "expert"}
+# starts of LoRA that need no weights to be known
+_STARTS_FROM_SHAPES = ("true", "false", "gaussian", "orthogonal")
 
 
 def parallel_faults(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
@@ -34,7 +37,7 @@ def parallel_faults(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem
         return
     yield from _sharding(values, fault)
     yield from _deepspeed(values, fault)
-    yield from _precision(values, fault)
+    yield from spread_faults(values, fault)
     yield from _launching(values, fault)
     if values["global_batch_size"] is not None and values["global_batch_size"] < 1:
         yield fault("global_batch_size", f"global_batch_size must be at least 1, not {values['global_batch_size']}")
@@ -76,6 +79,15 @@ def _deepspeed(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
     yield from deepspeed_faults(values, fault)
 
 
+def spread_faults(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
+    """What can't be had where processes share the model or its rows: also what `--parallel auto` must not choose."""
+    yield from _precision(values, fault)
+    yield from _noise(values, fault)
+    sizes = {axis: values[f"{name}_parallel_size"] for axis, name in _AXES.items()}
+    for name, message, fix in tuner_faults(values, sizes, fsdp=values["fsdp"] != "none"):
+        yield fault(name, message, fix)
+
+
 def _precision(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
     if values.get("torch_dtype") != "float16":
         return
@@ -87,6 +99,56 @@ def _precision(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
                 "--torch_dtype bfloat16",
             )
             return
+
+
+def _noise(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
+    if not values.get("neftune_noise_alpha"):
+        return
+    for name in ("tensor_parallel_size", "sequence_parallel_size"):
+        if values[name] > 1:
+            yield fault(
+                f"neftune_noise_alpha {name}",
+                f"neftune_noise_alpha draws noise for whole rows on each rank, and with {name} {values[name]} ranks "
+                "share rows",
+                "leave it out; or --fsdp fsdp2 instead, with which each rank has rows of its own",
+            )
+
+
+def tuner_faults(tuner: Mapping[str, Any], sizes: Mapping[str, int], *, fsdp: bool) -> Iterator[tuple[str, str, str]]:
+    """Ways of tuning that need whole matrices, which no process of a spread model has: setting, message and remedy.
+
+    Plain LoRA and its starts `true`, `false`, `gaussian` and `orthogonal` depend on shapes only, so they run in any
+    layout. Other kinds of adapters, and starts that come from the base weights, run where every process holds the whole
+    model: in plain copies.
+
+    Args:
+        tuner: the tuner's settings by name.
+        sizes: of the axes tp, pp, cp and ep.
+        fsdp: whether weights are sharded over data-parallel ranks.
+    """
+    if not fsdp and max(sizes.values()) == 1:
+        return
+    kind, start = tuner["tuner_type"], str(tuner["init_weights"]).lower()
+    copies = "plain data parallelism (--fsdp none and all parallel sizes 1) has it"
+    if kind not in ("lora", "full"):
+        yield (
+            "tuner_type",
+            f"{kind} starts from, or changes, whole matrices, and here each process holds only a part of the model",
+            f"--tuner_type lora; {copies}",
+        )
+    if kind == "lora" and tuner["use_dora"]:
+        yield (
+            "use_dora",
+            "DoRA needs the length of each whole row of the weights, and here each process holds only a part of the "
+            "model",
+            f"leave it out; {copies}",
+        )
+    if kind == "lora" and start not in _STARTS_FROM_SHAPES:
+        yield (
+            "init_weights",
+            f"the start {start} comes from whole weights, and here each process reads only its part of them",
+            f"--init_weights true; {copies}",
+        )
 
 
 def _launching(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:

@@ -82,6 +82,15 @@ def settings_of(cls: Any) -> dict[str, Setting]:
     return _settings_of(cls)
 
 
+def values_of(config: Any) -> dict[str, Any]:
+    """The value of every setting of a configuration, by name."""
+    found: dict[str, Any] = {}
+    for setting in settings_of(type(config)).values():
+        holder = getattr(config, setting.group) if setting.group else config
+        found[setting.name] = getattr(holder, setting.name)
+    return found
+
+
 @cache
 def _settings_of(cls: Any) -> dict[str, Setting]:
     defaults = cls()

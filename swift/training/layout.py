@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from swift.config.auto_parallel import choose
 from swift.config.cluster import read_cluster
 from swift.config.commands import SftConfig
-from swift.config.degrees import Degrees, read_model_shape, resolve_degrees
+from swift.config.degrees import Degrees, needs_shape, read_model_shape, resolve_degrees
 from swift.config.parallel import ParallelConfig
 from swift.core.devices import Device
 from swift.distributed import ProcessGroup
@@ -57,14 +57,12 @@ def settle_layout(config: SftConfig, group: ProcessGroup, device: Device) -> Lay
         UsageError: what is asked for is impossible with this model and this number of processes.
     """
     parallelism = config.parallelism
-    if group.world_size == 1 and not _asks_for_more(parallelism):
-        return Layout(parallelism)
-    if parallelism == ParallelConfig(join_timeout_s=parallelism.join_timeout_s):  # plain copies need no model's shape
-        return Layout(parallelism, Degrees(dp_replicate=group.world_size))
-    shape = group.from_main(lambda: read_model_shape(resolve_model(config.model)))
+    shape = None
+    if needs_shape(parallelism):
+        shape = group.from_main(lambda: read_model_shape(resolve_model(config.model)))
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(group.world_size)))
     notes: list[str] = []
-    if parallelism.parallel == "auto":
+    if parallelism.parallel == "auto" and shape is not None:
         share = device.memory_bytes // (per_node if device.type == "cpu" else 1)
         tokens = config.template.max_length * config.training.per_device_train_batch_size
         parallelism, notes = choose(config, shape, group.world_size, per_node, min(group.gather(share)), tokens)
@@ -75,9 +73,3 @@ def settle_layout(config: SftConfig, group: ProcessGroup, device: Device) -> Lay
         placement = place_ranks(degrees, node_names(group.members), cluster)
         layout = Layout(parallelism, degrees, placement_table(placement), [*notes, *placement.notes])
     return layout
-
-
-def _asks_for_more(parallelism: ParallelConfig) -> bool:
-    """Whether the settings name sizes that one process can't have: then `resolve_degrees` says so."""
-    names = ("tensor_parallel_size", "pipeline_parallel_size", "sequence_parallel_size", "expert_parallel_size")
-    return any(getattr(parallelism, name) != 1 for name in names) or parallelism.dp_shard_size > 1

@@ -14,6 +14,7 @@ from torch import nn
 
 from swift.config.degrees import Degrees
 from swift.config.parallel import ParallelConfig
+from swift.config.parallel_checks import tuner_faults
 from swift.config.tuner import TunerConfig
 from swift.core.errors import UsageError
 from swift.data.loading.loader import Batch
@@ -25,9 +26,6 @@ from swift.objectives import LossTerms
 from swift.optim.local import LocalParameters
 from swift.training.precision import Precision
 from swift.training.strategy import Stepped, ToLoss, step_optimizer
-
-# starts that are a decomposition of each whole base weight
-_DECOMPOSING_STARTS = ("pissa", "olora", "mica")
 
 
 class Sharded:
@@ -125,38 +123,15 @@ class Sharded:
 def check_sharded_tuner(tuner: TunerConfig, degrees: Degrees, *, fsdp: bool) -> None:
     """Refuse ways of tuning that need whole matrices where no process has them.
 
-    LoRA's starts `true`, `false`, `gaussian` and `orthogonal` depend on shapes only, so they run in any layout. Starts
-    that decompose the base weights (PiSSA, OLoRA, MiCA) need these whole, before they are cut: they run where every
-    process holds the whole model (`sequence_parallel_size` and plain copies).
-
     Args:
         fsdp: whether weights are sharded along the axis `fsdp`.
 
     Raises:
         UsageError: names the flag.
     """
-    whole = "every process must hold the whole model: --fsdp none, and tensor, pipeline and expert parallel sizes of 1"
-    if tuner.tuner_type == "adalora" and (fsdp or degrees.world_size > degrees.dp_replicate):
-        raise UsageError(
-            "AdaLoRA ranks the rows of whole matrices by their gradients after every step",
-            where="--tuner_type adalora",
-            fix="--tuner_type lora, or plain data parallelism (--fsdp none and all parallel sizes 1)",
-        )
-    if degrees.tp == degrees.pp == degrees.ep == 1 and not fsdp:
-        return
-    start = tuner.init_weights.lower()
-    if tuner.tuner_type == "lora" and start.startswith(_DECOMPOSING_STARTS):
-        raise UsageError(
-            f"the start {start} decomposes whole weights, and here each process reads only its part of them",
-            where="--init_weights",
-            fix=f"--init_weights true; else {whole}",
-        )
-    if tuner.tuner_type == "lora" and tuner.use_dora and degrees.tp > 1:
-        raise UsageError(
-            "DoRA needs the length of each whole row of the weights, and tensor parallelism cuts rows",
-            where="--use_dora",
-            fix="leave it out, or use --fsdp fsdp2 instead of --tensor_parallel_size",
-        )
+    sizes = {axis: getattr(degrees, axis) for axis in ("tp", "pp", "cp", "ep")}
+    for name, message, fix in tuner_faults(vars(tuner), sizes, fsdp=fsdp):
+        raise UsageError(message, where=f"--{name} {getattr(tuner, name)}", fix=fix)
 
 
 def _mark_unsharded(named: list[tuple[str, nn.Parameter]], spread: Spread) -> None:

@@ -95,3 +95,12 @@ def test_one_process():
 def test_too_large_is_said():
     _, reasons = chosen(SEVENTY, 2, 16, per_node=2, **FULL)
     assert "more than there is" in reasons[-1]
+
+
+def test_what_other_settings_exclude_is_not_chosen():
+    """A long sequence and a large model would be shared, were it not for what sharing can't do."""
+    assert chosen(SEVENTY, 8, 80, 65536)[0].sequence_parallel_size > 1
+    noisy, _ = chosen(SEVENTY, 8, 80, 65536, neftune_noise_alpha=5.0)
+    assert noisy.sequence_parallel_size == noisy.tensor_parallel_size == 1
+    ia3, _ = chosen(SEVENTY, 8, 80, 65536, tuner_type="ia3")
+    assert ia3.fsdp == "none" and resolve_degrees(ia3, 8, SEVENTY).dp_replicate == 8

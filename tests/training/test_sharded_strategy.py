@@ -356,16 +356,18 @@ def test_tuners_that_need_whole_matrices_are_refused():
         check_sharded_tuner(replace(TunerConfig(), **settings), degrees, fsdp=fsdp)
 
     two = Degrees(dp_replicate=2)
-    check_of(two, tuner_type="adalora")
-    check_of(Degrees(ulysses=2), init_weights="pissa")
+    for settings in ({"tuner_type": "adalora"}, {"init_weights": "pissa"}, {"use_dora": True}, {"tuner_type": "ia3"}):
+        check_of(two, **settings)
     check_of(TWO, fsdp=True, init_weights="orthogonal")
-    check_of(TWO, fsdp=True, use_dora=True)
+    check_of(Degrees(tp=2), init_weights="True")
     for degrees, fsdp, settings, words in [
-        (TWO, True, {"tuner_type": "adalora"}, "AdaLoRA"),
-        (Degrees(ulysses=2), False, {"tuner_type": "adalora"}, "AdaLoRA"),
-        (TWO, True, {"init_weights": "pissa_niter_4"}, "pissa_niter_4 decomposes"),
-        (Degrees(ulysses=2), True, {"init_weights": "olora"}, "olora decomposes"),
+        (TWO, True, {"tuner_type": "adalora"}, "adalora starts"),
+        (Degrees(ulysses=2), False, {"tuner_type": "ia3"}, "ia3 starts"),
+        (Degrees(pp=2), False, {"tuner_type": "lokr"}, "lokr starts"),
+        (TWO, True, {"init_weights": "pissa_niter_4"}, "start pissa_niter_4 comes"),
+        (Degrees(ulysses=2), False, {"init_weights": "olora"}, "start olora comes"),
         (Degrees(tp=2), False, {"use_dora": True}, "DoRA"),
+        (TWO, True, {"use_dora": True}, "DoRA"),
     ]:
         with pytest.raises(UsageError, match=words):
             check_of(degrees, fsdp, **settings)
