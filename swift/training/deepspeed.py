@@ -10,6 +10,7 @@ runs have not been made yet.
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Iterable, Iterator
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from swift.config.deepspeed import Filling, filled, read_deepspeed, zero_stage
-from swift.core.errors import UsageError, first_line
+from swift.core.errors import UsageError
 from swift.core.extras import require
 from swift.data.loading.loader import Batch
 from swift.distributed import ProcessGroup
@@ -160,13 +161,16 @@ class DeepSpeed:
                 deepspeed.zero.register_external_parameter(self._outer, parameter)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         try:
-            self.engine, *_ = deepspeed.initialize(
-                model=self._outer, optimizer=optimizer, config=plan.values, model_parameters=trained
-            )
+            deepspeed.DeepSpeedConfig(copy.deepcopy(plan.values))
         except ValueError as error:
             raise UsageError(
-                f"DeepSpeed refuses its configuration: {first_line(error)}", where="--deepspeed", fix="correct the file"
+                f"DeepSpeed refuses its configuration: {' '.join(str(error).split())}",
+                where="--deepspeed",
+                fix="correct the file",
             ) from error
+        self.engine, *_ = deepspeed.initialize(
+            model=self._outer, optimizer=optimizer, config=plan.values, model_parameters=trained
+        )
         self.optimizer = EngineOptimizer(self)
 
     @property
@@ -264,7 +268,8 @@ def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def _join(deepspeed: Any, device: torch.device) -> None:
-    """Let DeepSpeed use the processes' group; a process that is alone gets one of its own."""
+    """Let DeepSpeed use the processes' group. A process that is alone gets one of its own, which stays: DeepSpeed keeps
+    groups made of it, and can't do with another one later."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
         warnings.filterwarnings(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -19,6 +20,8 @@ from swift.models.gathered import write_adapter, write_model
 from swift.models.loading import load_model
 from swift.models.quiet import quiet_transformers
 from swift.training.data import Data
+from swift.training.deepspeed import DeepSpeed
+from swift.training.deepspeed_saver import DeepSpeedSaver, EngineTensors
 from swift.training.model import Model
 from swift.training.parallelize import SpreadModel
 from swift.training.saver import RunSaver
@@ -26,11 +29,15 @@ from swift.training.session import Session
 from swift.training.sharded_saver import ShardedSaver
 
 
-def build_saver(config: SftConfig, session: Session, data: Data, model: Model) -> RunSaver | ShardedSaver:
+def build_saver(
+    config: SftConfig, session: Session, data: Data, model: Model
+) -> RunSaver | ShardedSaver | DeepSpeedSaver:
     """The saver of this run: of whole models, or of one that is spread over processes."""
     around = _surroundings(config, session, data)
     if model.spread is not None:
         return _of_spread(config, session, model.spread, around)
+    if config.parallelism.deepspeed:
+        return _of_deepspeed(config, session, data, model, around)
     full = config.tuner.tuner_type == "full"
     compute = session.precision.compute
 
@@ -46,23 +53,25 @@ def build_saver(config: SftConfig, session: Session, data: Data, model: Model) -
             model.causal_lm.generation_config.save_pretrained(str(folder))
         around(folder)
 
-    def load_public(folder: Path) -> None:
-        if isinstance(model.whole, PeftModel):
-            load_adapter_weights(model.whole, folder)
-            return
-        fresh = load_model(folder, config.model, dtype=torch.float32, tokenizer=data.tokenizer)
-        model.causal_lm.load_state_dict(fresh.state_dict())
-
     return RunSaver(
         model=model.whole,
         run_dir=session.run_dir,
         write_public=write_public,
-        load_public=load_public,
+        load_public=lambda folder: _load_public(config, data, model, folder),
         trained_is_public=full and compute == torch.float32,
         keep=config.checkpoint.save_total_limit,
         only_model=config.checkpoint.save_only_model,
         links=config.checkpoint.create_checkpoint_symlink,
     )
+
+
+def _load_public(config: SftConfig, data: Data, model: Model, folder: Path) -> None:
+    """Read the public part of a checkpoint into a model that this process holds as a whole."""
+    if isinstance(model.whole, PeftModel):
+        load_adapter_weights(model.whole, folder)
+        return
+    fresh = load_model(folder, config.model, dtype=torch.float32, tokenizer=data.tokenizer)
+    model.causal_lm.load_state_dict(fresh.state_dict())
 
 
 def _surroundings(config: SftConfig, session: Session, data: Data) -> Callable[[Path], None]:
@@ -77,6 +86,36 @@ def _surroundings(config: SftConfig, session: Session, data: Data) -> Callable[[
         save_config(config, folder)
 
     return write
+
+
+def _of_deepspeed(
+    config: SftConfig, session: Session, data: Data, model: Model, around: Callable[[Path], None]
+) -> DeepSpeedSaver:
+    group, compute = session.group, session.precision.compute
+
+    def write_public(folder: Path, strategy: DeepSpeed) -> None:
+        if not isinstance(model.whole, PeftModel):
+            write_model([model.causal_lm], folder, group, dtype=compute, gather=partial(EngineTensors, strategy))
+        else:
+            trained = {name: p for name, p in model.whole.named_parameters() if p.requires_grad}
+            gathered = EngineTensors(strategy, trained, group)
+            tensors = {**model.whole.state_dict(), **{name: gathered.whole(name) for name in trained}}
+            if group.main:
+                save_adapter(model.whole, folder, tensors=tensors)
+                model.causal_lm.generation_config.save_pretrained(str(folder))
+        if group.main:
+            around(folder)
+
+    return DeepSpeedSaver(
+        model=model.whole,
+        run_dir=session.run_dir,
+        write_public=write_public,
+        load_public=lambda folder: _load_public(config, data, model, folder),
+        whole_model=config.tuner.tuner_type == "full",
+        keep=config.checkpoint.save_total_limit,
+        only_model=config.checkpoint.save_only_model,
+        links=config.checkpoint.create_checkpoint_symlink,
+    )
 
 
 def _of_spread(
