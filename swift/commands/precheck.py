@@ -20,6 +20,7 @@ from swift.config.degrees import degree_problems, needs_shape, read_model_shape
 from swift.config.nodes import find_nodes, world_size_expected
 from swift.config.resolve import Problem, raise_problems
 from swift.core.errors import SwiftError, nearest
+from swift.core.extras import check_installed
 from swift.core.network import follow_flags
 from swift.data.rows import TRAIN, VALIDATION
 from swift.data.sources import parse_source, resolve_rows, resolve_sources
@@ -35,16 +36,17 @@ def precheck(config: Any, *, places: Mapping[str, str] | None = None) -> None:
 
     Raises:
         UsageError: naming all faults at once.
+        DependencyError: a package that the settings need isn't installed.
     """
     where = places or {}
     follow_flags(offline=config.model.offline, use_hf=config.model.use_hf)
     problems = find_problems(config, places=where)
     adapters = [_at(where, "adapters", fault) for name in config.model.adapters if (fault := _adapter_fault(name))]
     problems += adapters
+    dry = hasattr(config, "parallelism") and config.parallelism.dry_run  # needs config.json only, and no rows
     missing_adapter = isinstance(config, MergeLoraConfig) and not config.model.adapters
     named = config.model.model or not (adapters or missing_adapter)  # without a model, an adapter names its own
     if named and not dry:
-    dry = hasattr(config, "parallelism") and config.parallelism.dry_run  # needs config.json only, and no rows
         problems += _raised(where, "model", check_model_source, config.model)
     if hasattr(config, "data") and not dry:
         problems += _data_faults(where, config.data)
@@ -55,6 +57,8 @@ def precheck(config: Any, *, places: Mapping[str, str] | None = None) -> None:
     if hasattr(config, "parallelism") and not problems:
         problems += _size_faults(where, config)
     raise_problems(problems, subject="the request")
+    if hasattr(config, "parallelism") and config.parallelism.deepspeed:
+        check_installed("deepspeed", extra="deepspeed", purpose="train with --deepspeed")
 
 
 def _size_faults(places: Mapping[str, str], config: Any) -> list[Problem]:

@@ -18,7 +18,7 @@ from swift.config.curriculum import read_curriculum
 from swift.config.files import CONFIG_NAME
 from swift.config.parallel_checks import parallel_faults
 from swift.config.resolve import Problem, raise_problems
-from swift.config.saved import LATEST, MANIFEST, damage, latest_root, resume_folder
+from swift.config.saved import DEEPSPEED_FOLDER, LATEST, MANIFEST, damage, latest_root, resume_folder
 from swift.config.schema import values_of
 from swift.core.errors import nearest
 from swift.core.logging import rank
@@ -428,7 +428,18 @@ class _Checker:
                 f"the checkpoint {folder} is damaged: {wrong}",
                 "resume from another one; `latest` takes the newest whole one",
             )
-        elif not (folder / "optimizer.pt").is_file() and not self["resume_only_model"]:
+        elif self["resume_only_model"]:
+            return
+        elif (by_deepspeed := (folder / DEEPSPEED_FOLDER).is_dir()) or (folder / "optimizer.pt").is_file():
+            if by_deepspeed != bool(self["deepspeed"]):
+                yield self.fault(
+                    "resume_from_checkpoint deepspeed",
+                    f"the optimizer's state in {folder} was written {'by' if by_deepspeed else 'without'} DeepSpeed, "
+                    "and only such a run can go on with it",
+                    ("give --deepspeed as the run had it" if by_deepspeed else "--deepspeed none")
+                    + "; or take only the weights: --resume_only_model true",
+                )
+        else:
             yield self.fault(
                 "resume_from_checkpoint",
                 f"{folder} holds weights only (it was saved with save_only_model)",
