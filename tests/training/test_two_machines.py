@@ -177,9 +177,10 @@ def test_torchrun_and_slurm_start_the_same_run(on_machine, flags, tmp_path):
                 processes.append(on_machine(number, [*head, *run[1:]]))
             elif way == "node":
                 processes.append(on_machine(number, run, **slurm))
-            else:  # as if both tasks were devices of one machine, but each in its own namespace
-                slurm |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": "29613"}
-                processes.append(on_machine(number, run, **slurm, GLOO_SOCKET_IFNAME=""))
+            else:
+                slurm |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+                slurm |= {"SLURM_LOCALID": str(number), "MASTER_PORT": "29613"}
+                processes.append(on_machine(0, run, **slurm))
         for process in processes:
             code, output = ended(process)
             assert code == 0, output
