@@ -1,4 +1,4 @@
-"""`swift export`: a data set becomes token shards that training maps into memory.
+"""`swift export`: a data set becomes token shards that training maps into memory, or DeepSpeed's files a model.
 
 The folder is whole once it holds `cached_dataset.json`, which is written last. What an export that was killed left is
 made anew; a finished one of the same rows and settings is taken as it is.
@@ -21,8 +21,11 @@ from swift.config.data import DataConfig
 from swift.config.files import to_flat
 from swift.core.addresses import without_secrets
 from swift.core.errors import DataError, UsageError
+from swift.core.extras import check_installed
 from swift.core.files import disk_errors, fsync_dir, human_bytes, write_atomic
 from swift.core.logging import get_logger
+from swift.core.network import follow_flags
+from swift.models.hub import check_model_source
 
 if TYPE_CHECKING:
     from swift.data.encoding.encode import ChatEncoder
@@ -36,11 +39,15 @@ _PROGRESS_EVERY_S = 10.0
 
 def main(config: ExportConfig) -> int:
     """Run the command: 0 when the folder is whole."""
+    if config.export.deepspeed_checkpoint:
+        export_deepspeed(config)
+        return 0
     if not config.export.to_cached_dataset:
         raise UsageError(
             "quantizing and exporting models are being built",
             where="swift export",
-            fix="--to_cached_dataset true writes token shards; `swift merge-lora` merges adapters",
+            fix="--to_cached_dataset true writes token shards; --deepspeed_checkpoint FOLDER converts; "
+            "`swift merge-lora` merges adapters",
         )
     needed = {"model": config.model.model, "dataset": config.data.dataset, "output_dir": config.export.output_dir}
     for name, value in needed.items():
@@ -50,6 +57,37 @@ def main(config: ExportConfig) -> int:
     precheck(config)
     export_dataset(config)
     return 0
+
+
+def export_deepspeed(config: ExportConfig) -> Path:
+    """Write a checkpoint of DeepSpeed's as a model folder.
+
+    Raises:
+        UsageError: model or folder aren't given, or the folder is in the way. CheckpointError: files are missing or
+            damaged, or of another model. DependencyError: DeepSpeed isn't installed.
+    """
+    for name, value in {"model": config.model.model, "output_dir": config.export.output_dir}.items():
+        if not value:
+            raise UsageError(f"converting a checkpoint needs --{name}", where=f"--{name}", fix=f"--{name} FOLDER")
+    if config.export.to_cached_dataset:
+        raise UsageError(
+            "to_cached_dataset and deepspeed_checkpoint are two exports",
+            where="--deepspeed_checkpoint",
+            fix="one after the other",
+        )
+    folder = Path(config.export.deepspeed_checkpoint or "").expanduser()
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}", where="--deepspeed_checkpoint", fix="check the path")
+    check_installed("deepspeed", extra="deepspeed", purpose="read its checkpoints")
+    follow_flags(offline=config.model.offline, use_hf=config.model.use_hf)
+    check_model_source(config.model)
+    from swift.models.deepspeed_files import convert_checkpoint
+    from swift.models.hub import resolve_model
+
+    output = Path(config.export.output_dir or "").expanduser()
+    convert_checkpoint(folder, resolve_model(config.model), output, config.model, exist_ok=config.export.exist_ok)
+    log.info("wrote %s\nnext: swift infer --model %s", output, output)
+    return output
 
 
 def export_dataset(config: ExportConfig) -> Path:

@@ -39,8 +39,13 @@ class ExportRunConfig:
     cached_for: Literal["sft", "pt"] = setting(
         "sft", help="the command that trains on them: pt = plain text, every token trained, long texts split"
     )
-    output_dir: str | None = setting(None, help="folder that gets train/ and, with evaluation rows, val/")
-    exist_ok: bool = setting(False, help="replace an export of other rows or settings in output_dir")
+    deepspeed_checkpoint: str | None = setting(
+        None, help="folder of a checkpoint that DeepSpeed wrote, of --model: write it as a model folder"
+    )
+    output_dir: str | None = setting(
+        None, help="folder that gets train/ and, with evaluation rows, val/; or the converted model"
+    )
+    exist_ok: bool = setting(False, help="replace an export of other rows or settings, or a model, in output_dir")
     seed: int = setting(42, help="of sampling and splitting; give the one that training will have")
 
 
