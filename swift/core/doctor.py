@@ -60,6 +60,7 @@ OPTIONAL: tuple[tuple[str, str, str, str], ...] = (
     ("polars", "polars", "fast search for personal data", _DATA_EXTRA),
     ("gigatoken", "gigatoken", "fast tokenising", _DATA_EXTRA),
     ("ray", "ray", "`swift data run --executor ray`", 'pip install "swift-llm[ray]"'),
+    ("deepspeed", "deepspeed", "training with `--deepspeed`", 'pip install "swift-llm[deepspeed]"'),
     ("tensorboard", "tensorboard", "viewing the curves that every run writes", "pip install tensorboard"),
     ("flash_attn", "flash-attn", "`--attn_impl flash_attention_2` on GPUs", "pip install flash-attn"),
     ("accelerate", "accelerate", "loading one model over several devices", "pip install accelerate"),
