@@ -1,8 +1,7 @@
 """Every way of spreading a model gives the loss, the gradients and the weights of one process: alone and combined.
 
-The case is a layout x a kind of model x what is tuned x how rows lie in a batch. `make test` runs a sample that meets
-every layout, every kind of model with every way of cutting, and both tuners and layouts of rows; `make test-all` runs
-them all. `docs/generate_parallelism.py` prints the table.
+The case is a layout x a kind of model x what is tuned x how rows lie in a batch. `make test` runs one or two mixes of
+every layout; `make test-all` runs them all. `docs/generate_parallelism.py` prints the table.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from distributed.pool import on_ranks
 from swift.config.degrees import Degrees
 from swift.config.parallel import ParallelConfig
 from swift.config.training import ObjectiveConfig
-from swift.distributed.mesh import build_mesh
+from swift.distributed.mesh import Mesh, build_mesh
 from swift.training.parallelize import Making, make_strategy, spread_model
 from swift.training.precision import Precision
 
@@ -108,9 +107,15 @@ LAYOUTS_OF_RANKS: dict[str, Case] = {
 }
 
 
-def spread_run(case: Case, kind: str, tuner: str, rows: str, steps: int = 3) -> Outcome:
-    """What the ranks get together; the parameters are this rank's, whole."""
+def spread_runs(case: Case, mixes: list[Mix]) -> list[Outcome]:
+    """What this rank gets of each mix; its parameters are whole. Nothing from ranks that hold what others hold too."""
     mesh = build_mesh(case.degrees, "cpu")
+    outcomes = [spread_run(case, mesh, *mix) for mix in mixes]
+    first = not any(mesh[axis].rank for axis in ("loss", "tp"))
+    return outcomes if first else [Outcome(outcome.losses) for outcome in outcomes]
+
+
+def spread_run(case: Case, mesh: Mesh, kind: str, tuner: str, rows: str, steps: int = 3) -> Outcome:
     making = Making(case.parallelism, ObjectiveConfig(), Precision(torch.float32, "cpu"))
 
     def make():
@@ -164,40 +169,51 @@ def possible(case: Case, kind: str) -> bool:
     return case.degrees.ep == 1 or kind == "moe"
 
 
-EVERY = [
-    (name, kind, tuner, rows)
-    for name, kind, tuner, rows in itertools.product(LAYOUTS_OF_RANKS, KINDS, TUNERS, LAYOUTS)
-    if possible(LAYOUTS_OF_RANKS[name], kind)
-]
-# a diagonal through them: every layout twice, with changing kinds, tuners and rows; large ones once
-SAMPLE = {
-    combination
-    for number, name in enumerate(LAYOUTS_OF_RANKS)
-    for turn in range(2 if LAYOUTS_OF_RANKS[name].degrees.world_size < 8 else 1)
-    for combination in [
-        (
-            name,
-            "moe" if LAYOUTS_OF_RANKS[name].degrees.ep > 1 else list(KINDS)[(number + 2 * turn) % len(KINDS)],
-            TUNERS[(number + turn) % 2],
-            LAYOUTS[(number // 2 + turn) % 2],
-        )
+Mix = tuple[str, str, str]
+# a kind of model, what is tuned, how rows lie
+MIXES: list[Mix] = list(itertools.product(KINDS, TUNERS, LAYOUTS))
+
+
+def sampled(name: str) -> list[Mix]:
+    """The mixes of a layout that `make test` runs: a diagonal through all of them, large layouts with one."""
+    number, case = list(LAYOUTS_OF_RANKS).index(name), LAYOUTS_OF_RANKS[name]
+    kinds = [kind for kind in KINDS if possible(case, kind)]
+    return [
+        (kinds[(number + 2 * turn) % len(kinds)], TUNERS[(number + turn) % 2], LAYOUTS[(number // 2 + turn) % 2])
+        for turn in range(2 if case.degrees.world_size < 8 else 1)
     ]
-}
 
 
-@pytest.mark.parametrize(
-    "name, kind, tuner, rows",
-    [
-        pytest.param(*combination, marks=() if combination in SAMPLE else pytest.mark.slow, id="-".join(combination))
-        for combination in EVERY
-    ],
-)
-def test_spread_is_one_process(name: str, kind: str, tuner: str, rows: str) -> None:
+def compare(name: str, mixes: list[Mix]) -> None:
     case = LAYOUTS_OF_RANKS[name]
-    expected = reference(kind, tuner, rows)
-    together = Outcome()
-    for outcome in on_ranks(case.degrees.world_size, spread_run, case, kind, tuner, rows):
-        together.losses = outcome.losses
-        together.gradients |= outcome.gradients
-        together.weights |= outcome.weights
-    assert_equal(together, expected)
+    ranks = on_ranks(case.degrees.world_size, spread_runs, case, mixes, timeout_s=900.0)
+    wrong = []
+    for number, mix in enumerate(mixes):
+        together = Outcome()
+        for outcome in (outcomes[number] for outcomes in ranks):
+            together.losses = outcome.losses
+            together.gradients |= outcome.gradients
+            together.weights |= outcome.weights
+        try:
+            assert_equal(together, reference(*mix))
+        except AssertionError as error:
+            wrong.append(f"{'-'.join(mix)}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", LAYOUTS_OF_RANKS)
+def test_spread_is_one_process(name: str) -> None:
+    compare(name, sampled(name))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("name", LAYOUTS_OF_RANKS)
+def test_every_mix_of_every_layout(name: str) -> None:
+    done = sampled(name)
+    compare(name, [mix for mix in MIXES if mix not in done and possible(LAYOUTS_OF_RANKS[name], mix[0])])
+
+
+def test_the_sample_meets_every_kind_tuner_and_rows() -> None:
+    met = {value for name in LAYOUTS_OF_RANKS for mix in sampled(name) for value in mix}
+    assert met == {*KINDS, *TUNERS, *LAYOUTS}
