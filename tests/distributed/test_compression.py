@@ -1,5 +1,7 @@
 """Each way to exchange gradients: the mean where it loses nothing, bytes as the formulas say, and what is learnt."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -245,6 +247,36 @@ def fail_in_thread() -> str:
 
 def test_an_error_in_the_exchange_reaches_the_backward_pass():
     assert "no network" in on_ranks(2, fail_in_thread)[0]
+
+
+def overlapping() -> tuple[bool, int]:
+    """Whether a bucket was being exchanged when the first layer's gradient, the last to be computed, was still to come;
+    and buckets."""
+    module, exchange = wrap("bf16")
+    averaging, began, order = exchange.averaging, threading.Event(), []
+
+    class Watched:
+        remembers = False
+
+        def average(self, bucket, key):
+            order.append(bucket.index())
+            began.set()
+            averaging.average(bucket, key)
+
+    exchange.averaging = Watched()
+    letters, seen = sentences(4, torch.Generator().manual_seed(1)), []
+    module(letters).backward()  # the buckets change after it
+    began.clear()
+    order.clear()
+    module.module.embed.weight.register_hook(lambda _: seen.append(began.wait(60)))
+    module(letters).backward()
+    assert order == sorted(order)
+    return seen == [True], len(order)
+
+
+def test_buckets_are_exchanged_while_backward_goes_on():
+    for overlapped, buckets in on_ranks(2, overlapping):
+        assert overlapped and buckets > 1
 
 
 def test_at_least_one_element_is_sent():
