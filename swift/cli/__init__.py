@@ -144,12 +144,13 @@ def _print(text: str) -> int:
 
 
 def _report(error: SwiftError) -> None:
-    from swift.core.logging import rank, world_size
+    from swift.core.logging import local_rank, rank, world_size
 
-    if world_size() > 1 and rank() > 0:  # most often what rank 0 says as well: one line is enough
-        print(f"[rank {rank()}] error: {error.message.splitlines()[0]}", file=sys.stderr)
+    where = f"[rank {rank()}] " if world_size() > 1 and rank() > 0 else ""
+    if where and local_rank() > 0:  # most often what the first rank of this machine says as well: one line is enough
+        print(f"{where}error: {error.message.splitlines()[0]}", file=sys.stderr)
     else:
-        print(f"error: {error.render()}", file=sys.stderr)
+        print(f"{where}error: {error.render()}", file=sys.stderr)
 
 
 def _silence_stdout() -> None:

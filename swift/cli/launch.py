@@ -27,6 +27,11 @@ POLL_S = 0.05
 PEER_GRACE_S = 3.0  # after a failure: time for the other processes to fail by themselves with their own message
 STOP_GRACE_S = 15.0  # after a termination request: then they are killed
 
+_AFTER_KILL = (
+    "the system does that when memory runs out (`dmesg | tail` tells); a training run goes on from its last checkpoint "
+    "with --resume_from_checkpoint latest"
+)
+
 
 def inside() -> bool:
     """Whether a launcher (this one, or torchrun) started this process."""
@@ -198,6 +203,8 @@ class _Group:
                 codes.append(0 if self.first_failure_s is not None else 1)
             elif code < 0:
                 print(f"error: rank {self.first_rank + number} {_ended(child)}", file=sys.stderr)
+                if code == -signal.SIGKILL:
+                    print(f"  fix:   {_AFTER_KILL}", file=sys.stderr)
                 codes.append(1)
             else:
                 codes.append(code)

@@ -14,6 +14,7 @@ from swift.core.files import human_bytes
 from swift.data.loading.loader import Loader
 from swift.data.loading.train_set import Place
 from swift.distributed.mesh import Mesh
+from swift.distributed.pipeline.schedules import schedule_notes
 from swift.models.prepare import seed_everything
 from swift.models.tuners import (
     adapter_step_callback,
@@ -50,6 +51,7 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
     )
     loader = data.train.loader(layout, place, position.get("facts"))
     save_memory(config, session, model, loader)
+    session.notes += schedule_notes(session.layout.parallelism, layout.micro_batches)
     length = run_length(config, loader, session.state)
     steps = length.total_steps
     set_total_steps(model.whole, steps)

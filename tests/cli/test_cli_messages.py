@@ -201,10 +201,16 @@ def test_exit_codes_of_exceptions(monkeypatch, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_other_ranks_report_in_one_line(monkeypatch, capsys):
+def test_other_ranks_of_a_machine_report_in_one_line(monkeypatch, capsys):
     from swift.core.errors import DataError
 
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main_with(monkeypatch, DataError("bad row", where="a.jsonl:3", fix="mend it")) == 1
-    assert capsys.readouterr().err == "[rank 1] error: bad row\n"
+    error = DataError("bad row", where="a.jsonl:3", fix="mend it")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main_with(monkeypatch, error) == 1
+    assert capsys.readouterr().err == "[rank 3] error: bad row\n"
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # the first of its machine: rank 0's message is on another screen
+    assert main_with(monkeypatch, error) == 1
+    assert capsys.readouterr().err == "[rank 2] error: bad row\n  where: a.jsonl:3\n  fix:   mend it\n"

@@ -82,6 +82,7 @@ def test_a_killed_process_is_reported(tmp_path):
     process = start(tmp_path, "os.kill(os.getpid(), signal.SIGKILL) if rank else None")
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 1 and "rank 1 was ended by SIGKILL" in errors
+    assert "--resume_from_checkpoint latest" in errors
 
 
 def test_a_failure_ends_the_others(tmp_path):
