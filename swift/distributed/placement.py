@@ -20,7 +20,8 @@ from swift.core.errors import UsageError
 
 # axis -> what is sent along it, for the notes; those that should stay inside a machine come first
 _CHATTY = {"tp": "every layer's activations", "ulysses": "every layer's heads", "ring": "every layer's keys and values"}
-_SHOWN = 4  # groups of an axis in the table
+_SHOWN = 4  # groups of an axis in the table, if they fit on a line of so many characters:
+_WIDTH = 90
 
 
 @dataclass(frozen=True)
@@ -185,8 +186,14 @@ def _span(placement: Placement, groups: list[list[int]]) -> str:
 
 
 def _groups_words(placement: Placement, groups: list[list[int]]) -> str:
-    shown = [_group_words(placement, group) for group in groups[:_SHOWN]]
-    more = [f"… {len(groups)} in all"] if len(groups) > _SHOWN else []
+    """The first groups, as many as fit on a line, and how many there are."""
+    shown: list[str] = []
+    for group in groups[:_SHOWN]:
+        words = _group_words(placement, group)
+        if shown and len(" | ".join([*shown, words])) > _WIDTH:
+            break
+        shown.append(words)
+    more = [f"… {len(groups)} in all"] if len(groups) > len(shown) else []
     return " | ".join([*shown, *more])
 
 

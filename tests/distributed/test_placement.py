@@ -95,7 +95,7 @@ def test_cluster_file_and_run_must_agree():
 def test_a_large_table_is_cut():
     hosts = [f"n{rank // 8}" for rank in range(128)]
     rows = placement_table(place_ranks(Degrees(dp_shard=16, tp=8), hosts)).splitlines()
-    assert "… 8 in all" in rows[1] and "… 16 in all" in rows[2] and all(len(row) < 400 for row in rows)
+    assert "… 8 in all" in rows[1] and "… 16 in all" in rows[2] and all(len(row) < 180 for row in rows)
     assert placement_table(place_ranks(Degrees(), ["a"])).startswith("one process")
 
 
