@@ -176,3 +176,28 @@ def test_bf16_casts_weights_and_leaves_position_tables_alone(preset):
         assert buffers and set(buffers.values()) == {torch.float32}
         assert losses == pytest.approx(expected.losses, rel=1e-2)
         assert math.isfinite(evaluated)
+
+
+def _put_back(preset: str) -> tuple[float, float, float]:
+    """A batch's loss: before two steps, after them, and with the first weights put back."""
+    rank = Rank("untied", "full", preset)
+    strategy, parameters = rank.strategy, list(rank.tiny.whole.parameters())
+    before = [strategy.whole(p).clone() for p in parameters]
+    losses = []
+    for number in range(3):
+        strategy.module.eval()
+        losses.append(float(strategy.evaluate(rank.batches[0]).loss_sum))
+        strategy.module.train()
+        if number == 0:
+            rank.step(), rank.step()
+        elif number == 1:
+            with strategy.opened(parameters), torch.no_grad():
+                for parameter, value in zip(parameters, before, strict=True):
+                    parameter.copy_(value)
+    return tuple(losses)
+
+
+@pytest.mark.parametrize("preset", ["zero3", pytest.param("zero2", marks=slow)])
+def test_earlier_weights_can_be_put_back(preset):
+    for first, later, again in on_ranks(2, _put_back, preset):
+        assert again == first != later
