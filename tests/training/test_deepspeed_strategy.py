@@ -63,20 +63,22 @@ class Rank:
         self.weight = sum(batch.weight for batch in batches)
         self.batches = batches[rank::world]
 
-    def step(self, factor: float = 1.0, *, spoil: float | None = None, stepping: bool = True):
+    def step(self, rate: float = 1.0, *, spoil: float | None = None, stepping: bool = True):
         """One step; its loss, and what the strategy says.
 
         Args:
-            spoil: a factor on the loss of rank 1's first micro-batch.
+            spoil: of rank 1's first micro-batch: nan multiplies the loss, so that gradients aren't finite; inf is
+                added, so that only the loss isn't.
             stepping: whether the loop lets it step; else it drops the gradients, as the loop does.
         """
         strategy, loss = self.strategy, 0.0
-        set_rate(strategy.optimizer, factor)
+        set_rate(strategy.optimizer, rate)
         spoilt = spoil is not None and self.group.rank == 1
         for number, batch in enumerate(self.batches):
             last = number == len(self.batches) - 1
-            scale = spoil if spoilt and number == 0 else 1.0
-            to_loss = lambda total, scale=scale: total * scale / self.weight  # noqa: E731
+            factor = spoil if spoilt and number == 0 and math.isnan(spoil) else 1.0
+            more = spoil if spoilt and number == 0 and math.isinf(spoil) else 0.0
+            to_loss = lambda total, factor=factor, more=more: total * factor / self.weight + more  # noqa: E731
             terms = strategy.forward([batch], to_loss, last)
             strategy.backward(terms, to_loss, last)
             loss += terms[0].loss_sum.item() / self.weight
