@@ -7,14 +7,13 @@ from transformers import PreTrainedModel
 
 from swift.config.commands import SftConfig
 from swift.core.errors import UsageError
-from swift.distributed.mesh import Axis
 from swift.models.empty import build_empty_model
 from swift.models.fill import Start, fill_model
 from swift.models.head import find_decoder
 from swift.models.loading import check_context
 from swift.models.prepare import choose_attention, compile_layers, fix_ends
 from swift.models.proof import small_model
-from swift.models.tuners import apply_tuner, trainable_summary
+from swift.models.tuners import apply_tuner
 from swift.training.data import Data
 from swift.training.parallelize import Making, SpreadModel, spread_model
 from swift.training.session import Session
@@ -98,9 +97,13 @@ _FLAGS = {
 
 
 def trainable_of(model: SpreadModel, session: Session) -> dict[str, object]:
-    """Trained and all parameters, and their share, over all stages."""
-    own = [trainable_summary(chunk.whole) for chunk in model.chunks]
-    numbers = [float(sum(summary[name] for summary in own)) for name in ("trainable", "total")]
-    stages: Axis = session.mesh["pp"]
-    trainable, total = session.group.along(stages).sum(numbers)
+    """Trained and all parameters, and their share, over all stages; a tied matrix that two stages hold counts once."""
+    numbers = [0.0, 0.0]
+    for chunk in model.chunks:
+        second = set(chunk.causal_lm.all_tied_weights_keys) if chunk.num_stages > 1 else set()
+        for name, parameter in chunk.causal_lm.named_parameters():
+            if name not in second:
+                numbers[0] += parameter.numel() if parameter.requires_grad else 0
+                numbers[1] += parameter.numel()
+    trainable, total = session.group.along(session.mesh["pp"]).sum(numbers)
     return {"trainable": int(trainable), "total": int(total), "percent": 100 * trainable / total}
