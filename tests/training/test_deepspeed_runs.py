@@ -151,6 +151,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(flags, tmp_path, 
     assert_same_bits(public(straight, 4), public(resumed, 4))
 
 
+@slow
 def test_what_cannot_go_on_is_refused_by_name(flags, tmp_path):
     flags |= {"tuner_type": "lora", "max_steps": 1, "save_steps": 1}
     theirs = run(flags, deepspeed="zero2", output_dir=str(tmp_path / "zero2")) / "checkpoint-1"
