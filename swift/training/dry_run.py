@@ -158,7 +158,8 @@ def _layer_kinds(run: _Run) -> list[object]:
 def _trace_stage(run: _Run, rank: int, border: Border | None) -> tuple[Totals, Border | None]:
     """A stage with all its layers; of more micro-batches than the pipeline holds, two numbers of them are run."""
     pp, schedule, count = run.degrees.pp, run.layout.parallelism.pipeline_schedule, run.micro_batches
-    fill = 2 * pp if schedule == "zbv" else pp
+    # one more than are in flight at once: from there on, each further one does what the last did
+    fill = 2 * pp if schedule == "interleaved" else (2 * pp if schedule == "zbv" else pp) + 1
     more = fill + (pp if schedule == "interleaved" else 1)
     if pp == 1 or count <= more or (schedule == "interleaved" and count % pp):
         return _trace(run, rank, count, border=border)

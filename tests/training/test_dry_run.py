@@ -17,7 +17,7 @@ from swift.config.degrees import Degrees
 from swift.config.parallel import ParallelConfig
 from swift.config.training import ObjectiveConfig, OptimizerConfig
 from swift.distributed.mesh import Mesh, build_mesh
-from swift.distributed.trace import ACTIVATIONS, GRADIENTS, OPTIMIZER, WEIGHTS
+from swift.distributed.trace import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS
 from swift.distributed.trace_world import pretend
 from swift.optim import build_optimizer
 from swift.training.dry_step import Stepping, trace_fake, trace_real
@@ -132,6 +132,8 @@ def test_sharded_layers_are_gathered_as_often_as_the_stage_says(stage: int) -> N
     assert memory[WEIGHTS] == pytest.approx(local, rel=1e-3)
     if stage > 1:
         assert memory[GRADIENTS] <= local
+    whole = PARAMETERS * FP32  # a layer's weights are freed after use, or stay
+    assert 0 < memory[GATHERED] < whole / 2 if stage == 3 else memory[GATHERED] == pytest.approx(whole, rel=1e-3)
 
 
 def test_ulysses_exchanges_queries_keys_values_and_outputs() -> None:
@@ -183,6 +185,16 @@ def test_layers_and_micro_batches_follow_from_few() -> None:
     assert guessed.flops == whole.flops
     assert guessed.peak[0] == whole.peak[0]
     assert guessed.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_pipelines_further_micro_batches_do_what_the_last_did(schedule: str) -> None:
+    small, large, whole = (dry(Degrees(pp=2), count=count, pipeline_schedule=schedule) for count in (3, 4, 7))
+    guessed = extend(small, large, 4)
+    assert guessed.calls == whole.calls
+    assert guessed.bytes == whole.bytes
+    assert guessed.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
+    assert guessed.peak[1][GRADIENTS] == whole.peak[1][GRADIENTS]
 
 
 def test_layers_that_differ_are_told_apart() -> None:
