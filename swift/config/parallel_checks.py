@@ -83,6 +83,7 @@ def spread_faults(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
     """What can't be had where processes share the model or its rows: also what `--parallel auto` must not choose."""
     yield from _precision(values, fault)
     yield from _noise(values, fault)
+    yield from _compilation(values, fault)
     sizes = {axis: values[f"{name}_parallel_size"] for axis, name in _AXES.items()}
     for name, message, fix in tuner_faults(values, sizes, fsdp=values["fsdp"] != "none"):
         yield fault(name, message, fix)
@@ -111,6 +112,18 @@ def _noise(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
                 f"neftune_noise_alpha draws noise for whole rows on each rank, and with {name} {values[name]} ranks "
                 "share rows",
                 "leave it out; or --fsdp fsdp2 instead, with which each rank has rows of its own",
+            )
+
+
+def _compilation(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
+    if not values.get("torch_compile"):
+        return
+    for name in ("tensor_parallel_size", "expert_parallel_size"):
+        if values[name] > 1:
+            yield fault(
+                f"torch_compile {name}",
+                f"torch_compile can't see through what ranks send each other inside layers with {name} {values[name]}",
+                "leave it out; it goes with --fsdp, --pipeline_parallel_size and --sequence_parallel_size",
             )
 
 
