@@ -1,4 +1,5 @@
-"""What the savers of whole and of spread models do alike: random generators, room on the disk, best and old ones."""
+"""What the savers of whole and of spread models do alike: random generators, what each rank remembers for itself, room
+on the disk, best and old ones."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ import torch
 from swift.checkpoint import RunState, prune
 from swift.checkpoint.store import link
 from swift.core.errors import CheckpointError
-from swift.core.files import human_bytes
+from swift.core.files import disk_errors, human_bytes
 from swift.training.stored_state import RANDOM_FILE
 from swift.training.trainer import Trainer
+
+RANK_FILE = "rank_state-{:05d}.pt"
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -54,6 +57,41 @@ def resume_random_state(folder: Path, trainer: Trainer) -> None:
     rank = trainer.parts.group.rank
     if rank < len(states):
         set_random_state(states[rank], trainer.device)
+
+
+def write_rank_state(folder: Path, trainer: Trainer) -> Path:
+    """Write what this rank alone remembers; too much to send it all to rank 0."""
+    path = folder / RANK_FILE.format(trainer.parts.group.rank)
+    with disk_errors(folder):
+        torch.save({name: part.state_dict() for name, part in trainer.parts.rank_states.items()}, path)
+    return path
+
+
+def load_rank_state(folder: Path, trainer: Trainer) -> None:
+    """Put back what `write_rank_state` wrote on the same rank of as many.
+
+    Raises:
+        CheckpointError: it isn't there, and the run can't go on without.
+    """
+    parts, group = trainer.parts.rank_states, trainer.parts.group
+    if not parts:
+        return
+    path = folder / RANK_FILE.format(group.rank)
+    same_ranks = trainer.state.world_size == group.world_size
+    states = torch.load(path, weights_only=True, map_location="cpu") if same_ranks and path.is_file() else {}
+    for name, part in parts.items():
+        if name in states:
+            part.load_state_dict(states[name])
+        elif part.without_it is None:
+            raise CheckpointError(
+                f"{name} has to go on from what each rank kept for itself, and this checkpoint has it for "
+                + (f"{trainer.state.world_size} rank(s), not {group.world_size}" if not same_ranks else "none"),
+                where=str(folder),
+                fix="resume with as many processes and the settings of the run, or take only the weights with "
+                "--resume_only_model true",
+            )
+        else:
+            trainer.parts.monitor.event("warning", f"the checkpoint has no state of {name}: {part.without_it}")
 
 
 def check_space(run_dir: Path, needed: int) -> None:

@@ -1,4 +1,5 @@
-"""Data-parallel ranks that hold the whole model each: how they exchange gradients, or agree on weights instead.
+"""How data-parallel ranks exchange gradients, or agree on weights instead: those that hold the whole model each, and
+replicas of a sharded one.
 
 Turns the settings into the strategy and into what goes with it. Which settings exclude each other was checked before
 (`swift.config.communication`).
@@ -22,6 +23,7 @@ from swift.models.tuners import adapter_regularizer
 from swift.training.balance import MicroBatchBalance
 from swift.training.local_updates import LocalSteps
 from swift.training.module import TrainModule
+from swift.training.parallelize import Making, SpreadModel, make_strategy
 from swift.training.session import Session
 from swift.training.strategy import DataParallel, Strategy
 from swift.training.trainer import Callback, RankState
@@ -82,6 +84,18 @@ def build_data_parallel(
     if not several and (config.grad_compression or config.balance_micro_batches):
         asked = [name for name in ("grad_compression", "balance_micro_batches") if getattr(config, name)]
         session.notes.append(f"{' and '.join(asked)}: nothing to do for one process")
+    return parts
+
+
+def build_spread(model: SpreadModel, making: Making, session: Session) -> Communication:
+    """The strategy of ranks that hold parts of the model, and what its replicas remember of their exchange."""
+    parts, replicas = Communication(make_strategy(model, making)), model.spread.replicas
+    if replicas is not None:
+        session.notes.append(f"gradients: {replicas.words}")
+        if replicas.remembers:  # it is of shares, so it fits no other layout: a run that has another won't find it
+            parts.rank_states[f"grad_compression on {session.mesh.degrees.words()}"] = replicas
+    elif making.parallelism.grad_compression:
+        session.notes.append("grad_compression: nothing to do, for there is one replica")
     return parts
 
 

@@ -15,11 +15,10 @@ from swift.config.deepspeed import Filling
 from swift.models.router import build_router_loss
 from swift.objectives import build_objective
 from swift.optim import LocalParameters, build_optimizer
-from swift.training.communication import Communication, build_data_parallel
+from swift.training.communication import Communication, build_data_parallel, build_spread
 from swift.training.deepspeed import DeepSpeed, make_plan
 from swift.training.model import Model
 from swift.training.module import TrainModule
-from swift.training.parallelize import make_strategy
 from swift.training.session import Session
 
 
@@ -33,7 +32,7 @@ def build_engine(
     """
     if model.spread is not None and model.making is not None:
         optimizer = _optimizer(config, model.spread.local)
-        return Communication(make_strategy(model.spread, model.making)), optimizer
+        return build_spread(model.spread, model.making, session), optimizer
     objective = build_objective(config.objective)
     module = TrainModule(
         model.whole,

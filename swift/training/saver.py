@@ -24,11 +24,19 @@ from swift.core.errors import CheckpointError
 from swift.core.files import disk_errors
 from swift.models.tuners import adapter_state, load_adapter_state
 from swift.optim import local_parameters
-from swift.training.checkpoints import check_space, load_best, random_state, resume_random_state, tidy
+from swift.training.checkpoints import (
+    RANK_FILE,
+    check_space,
+    load_best,
+    load_rank_state,
+    random_state,
+    resume_random_state,
+    tidy,
+    write_rank_state,
+)
 from swift.training.stored_state import OPTIMIZER_FILE, RANDOM_FILE, TRAINED_FILE, read_optimizer, read_trained
 from swift.training.trainer import Trainer
 
-RANK_FILE = "rank_state-{:05d}.pt"
 # where each rank leaves its file until rank 0 moves all of them into the checkpoint
 RANK_FOLDER = ".rank_states"
 
@@ -112,33 +120,11 @@ class RunSaver:
         (folder / STATE_FILE).write_text(trainer.state.to_json())
 
     def _write_rank_state(self, trainer: Trainer) -> None:
-        """Every rank: write what it alone remembers; too much to send it all to rank 0."""
+        """Every rank: leave its file where rank 0 finds it."""
         folder = self.run_dir / RANK_FOLDER
         with disk_errors(folder):
             folder.mkdir(exist_ok=True)
-            states = {name: part.state_dict() for name, part in trainer.parts.rank_states.items()}
-            torch.save(states, folder / RANK_FILE.format(trainer.parts.group.rank))
-
-    def _load_rank_state(self, folder: Path, trainer: Trainer) -> None:
-        parts, group = trainer.parts.rank_states, trainer.parts.group
-        if not parts:
-            return
-        path = folder / RANK_FILE.format(group.rank)
-        same_ranks = trainer.state.world_size == group.world_size
-        states = torch.load(path, weights_only=True, map_location="cpu") if same_ranks and path.is_file() else {}
-        for name, part in parts.items():
-            if name in states:
-                part.load_state_dict(states[name])
-            elif part.without_it is None:
-                raise CheckpointError(
-                    f"{name} has to go on from what each rank kept for itself, and this checkpoint has it for "
-                    + (f"{trainer.state.world_size} rank(s), not {group.world_size}" if not same_ranks else "none"),
-                    where=str(folder),
-                    fix="resume with as many processes and the settings of the run, or take only the weights with "
-                    "--resume_only_model true",
-                )
-            else:
-                trainer.parts.monitor.event("warning", f"the checkpoint has no state of {name}: {part.without_it}")
+        write_rank_state(folder, trainer)
 
     def _needed_bytes(self, trainer: Trainer) -> int:
         trained = sum(p.numel() * p.element_size() for p in trainer.trained)
@@ -202,7 +188,7 @@ class RunSaver:
             trainer.scaler.load_state_dict(saved["scaler"])
         if "adapter" in saved:
             load_adapter_state(self.model, saved["adapter"])
-        self._load_rank_state(folder, trainer)
+        load_rank_state(folder, trainer)
         resume_random_state(folder, trainer)
 
     def _read_optimizer(self, folder: Path, trainer: Trainer) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Sharded:
         self._pad_token_id = pad_token_id
         self._rows = bool(self.mesh["tp"] or self.mesh["cp"])
         self._multiple = self.mesh["tp"].size if config.sequence_parallel else 1
-        self._sync = GradientSync(module, config.zero_stage)
+        self._sync = GradientSync(module, config.zero_stage, spread.replicas)
         if not self._sync.units:
             _mark_unsharded(self._named, spread)
         self._used = UsedParameters(module, self._named)

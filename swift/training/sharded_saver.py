@@ -19,11 +19,19 @@ from torch.distributed.fsdp import FSDPModule
 from swift.checkpoint.data import DATA_FILE, write_data_state
 from swift.checkpoint.sharded import is_sharded, save_sharded
 from swift.checkpoint.state import FILE_NAME as STATE_FILE
-from swift.checkpoint.store import begin_checkpoint, finish_checkpoint, give_up_checkpoint
+from swift.checkpoint.store import begin_checkpoint, describe_file, finish_checkpoint, give_up_checkpoint
 from swift.core.errors import CheckpointError, SwiftError
 from swift.distributed.process_group import ProcessGroup
 from swift.optim.local import LocalParameters
-from swift.training.checkpoints import check_space, load_best, random_state, resume_random_state, tidy
+from swift.training.checkpoints import (
+    check_space,
+    load_best,
+    load_rank_state,
+    random_state,
+    resume_random_state,
+    tidy,
+    write_rank_state,
+)
 from swift.training.stored_state import OPTIMIZER_FILE, RANDOM_FILE, TRAINED_FILE, read_optimizer, read_trained
 from swift.training.trainer import Trainer
 
@@ -84,6 +92,8 @@ class ShardedSaver:
             return {}, lambda: None
         optimizer = trainer.parts.optimizer
         mine = save_sharded(aside, self._state(optimizer))
+        if trainer.parts.rank_states:
+            _all_or_none(group, lambda: mine.update(_describe(write_rank_state(aside, trainer))))
         described = {name: entry for files in group.gather(mine) for name, entry in files.items()}
         randoms = group.gather(random_state(trainer.device))
         groups = merge_groups([g for theirs in group.gather(_groups(optimizer, self.aliases)) for g in theirs])
@@ -169,7 +179,12 @@ class ShardedSaver:
         saved = read_optimizer(folder, optimizer, self.local, self.aliases)
         if trainer.scaler is not None and saved["scaler"]:
             trainer.scaler.load_state_dict(saved["scaler"])
+        load_rank_state(folder, trainer)
         resume_random_state(folder, trainer)
+
+
+def _describe(path: Path) -> dict[str, dict[str, int]]:
+    return {path.name: describe_file(path)}
 
 
 def _groups(optimizer: torch.optim.Optimizer, aliases: Mapping[str, str]) -> list[dict[str, Any]]:

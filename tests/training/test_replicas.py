@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from equality import Outcome, Tiny, assert_equal, build, make_batches, make_optimizer, single_process, whole_tensor
 from pool import on_ranks
+from runs import BASE, command, environment, read_log
 
 from swift.config.degrees import Degrees
 from swift.config.parallel import ParallelConfig
@@ -174,6 +178,34 @@ def test_goes_across_replicas_once_a_step(way: str | None, stage: int):
         assert counted["fsdp", "reduce_scatter"] == whole * (1 if stage == 1 else 2)
 
 
+def in_order() -> list[str]:
+    run, events = Trained(Case()), []
+    replicas, decoder = run.model.spread.replicas, run.model.chunks[0].causal_lm.model
+    add_up = replicas.method.add_up
+
+    class Watched:
+        def add_up(self, share, key):
+            events.append(f"exchange {key}")
+            add_up(share, key)
+
+    def watch(module, arguments, hidden):
+        hidden.register_hook(lambda _: events.append("backward of the first layer begins"))
+
+    replicas.method = Watched()
+    decoder.layers[0].register_forward_hook(watch)
+    run.backward()
+    return events
+
+
+def test_the_last_layers_are_exchanged_before_backward_reaches_the_first():
+    for events in on_ranks(4, in_order):
+        first, second = (i for i, event in enumerate(events) if event.startswith("backward"))
+        layers = [f"exchange model.model.layers.{number}" for number in (3, 2, 1)]
+        assert [events.index(layer) > first for layer in layers] == [True] * 3  # not with the first micro-batch
+        assert events.index(layers[0]) < second < events.index("exchange model.model.layers.0")
+        assert sum(event.startswith("exchange") for event in events) == 4 + 1
+
+
 def remembered() -> tuple[float, float, float]:
     """Sums over five steps at the same weights: of what all ranks had, less what came out, less what is left."""
     exact, ours = Trained(Case()), Trained(Case(way=TOP))
@@ -234,3 +266,40 @@ def nothing_sharded() -> None:
 
 def test_replicas_of_one_process_are_refused():
     on_ranks(2, nothing_sharded)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_goes_on_with_what_was_not_sent(tiny_model_dir, chat_rows, write_rows, tmp_path):
+    """The real command on four processes: interrupted, then whole; and in another layout, which says what is lost."""
+    data = write_rows(tmp_path / "rows.jsonl", chat_rows(40))
+    flags = {
+        **BASE,
+        "model": str(tiny_model_dir),
+        "dataset": [str(data)],
+        "lr_scheduler_type": "constant",
+        "nproc_per_node": 4,
+        "fsdp": "hsdp",
+        "dp_shard_size": 2,
+        "grad_compression": TOP,
+        "max_steps": 4,
+        "save_steps": 2,
+    }
+
+    def run(folder: str, **more: object) -> tuple[Path, str]:
+        where = tmp_path / folder
+        words = command({**flags, "output_dir": str(where), **more})
+        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return where, done.stdout + done.stderr
+
+    whole, said = run("whole")
+    assert "the largest 10 % with error feedback across 2 replicas" in " ".join(said.split())
+    log = read_log(whole)
+    for folder in ("cut", "moved"):
+        shutil.copytree(whole, tmp_path / folder)
+    cut, said = run("cut", resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-2"))
+    assert read_log(cut)[-2:] == log[-2:] and "still to be sent" not in said
+    fewer = {"nproc_per_node": 2, "dp_shard_size": 1, "fsdp": "none"}
+    _, said = run("moved", resume_from_checkpoint=str(tmp_path / "moved" / "checkpoint-2"), **fewer)
+    assert "gradients that were still to be sent are lost" in " ".join(said.split())

@@ -59,6 +59,7 @@ class Run:
                 monitor=SimpleNamespace(event=lambda *a, **k: None),
                 loader=SimpleNamespace(state=lambda: {"position": 3}, global_units=4),
                 length=SimpleNamespace(total_steps=10),
+                rank_states={},
             ),
             state=RunState(step=2),
             scaler=None,
@@ -159,6 +160,40 @@ def resume_and_save(kind: str, tuner: str, layout: str, source: Path, run_dir: P
     run.assert_equals(reference)
     again = stepped(kind, tuner, layout, run_dir)
     again.saver.save(again.trainer)
+
+
+class OwnNumber:
+    """Something that each rank remembers for itself."""
+
+    without_it = "it counts from nought"
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def save_and_resume_own(run_dir: Path) -> tuple[int, int, list[str]]:
+    run = stepped("tied", "full", "fsdp", run_dir)
+    run.trainer.parts.rank_states = {"number": OwnNumber(7 + run.group.rank)}
+    run.saver.save(run.trainer)
+    again, said = Run("tied", "full", "fsdp", run_dir), []
+    again.trainer.parts.monitor.event = lambda kind, words, **more: said.append(words)
+    again.trainer.parts.rank_states = {"number": OwnNumber(), "another": OwnNumber()}
+    again.trainer.state = RunState.read(run_dir / "checkpoint-2")
+    again.saver.resume(run_dir / "checkpoint-2", again.trainer)
+    states = again.trainer.parts.rank_states
+    return states["number"].value, states["another"].value, said
+
+
+def test_what_each_rank_remembers_comes_back(tmp_path):
+    missing = "the checkpoint has no state of another: it counts from nought"
+    assert on_ranks(2, save_and_resume_own, tmp_path) == [(7, 0, [missing]), (8, 0, [missing])]
+    verify(tmp_path / "checkpoint-2")
 
 
 CHAIN = [("fsdp_tp", 4), ("fsdp", 4), ("pp", 2), ("plain", 1), ("tp", 2)]
