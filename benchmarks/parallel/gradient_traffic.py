@@ -1,6 +1,6 @@
 """What each way of exchanging gradients, or of doing without, sends and what is learnt with it.
 
-    OMP_NUM_THREADS=1 python benchmarks/parallel/gradient_traffic.py [--steps 120]
+    OMP_NUM_THREADS=1 python benchmarks/parallel/gradient_traffic.py [--steps 60]
 
 Four processes on this machine stand for two nodes of two. A small llama (2 layers, width 64) learns a made-up language
 in which nine letters of ten follow from the two before; all ways start from the same weights, see the same examples and
@@ -18,6 +18,7 @@ import argparse
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -191,6 +192,7 @@ def worker(rank: int, world: int, port: int, run: Callable[[], None]) -> None:
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", LOCAL_WORLD_SIZE=str(NODE)
     )
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # torch's new names
     dist.init_process_group("gloo", rank=rank, world_size=world)
     run()
     dist.destroy_process_group()
@@ -223,7 +225,7 @@ class SlowRank:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--slow", action="store_true")
     parser.add_argument("--port", type=int, default=29571)
     arguments = parser.parse_args()
