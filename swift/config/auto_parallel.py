@@ -176,10 +176,11 @@ class _Planner:
         return self.sizes, self.reasons
 
     def _describe(self) -> None:
-        billions = self.shape.parameters / 1e9
+        weights = self.shape.parameters
+        count = f"{weights / 1e9:.3g} B" if weights >= 1e8 else f"{weights / 1e6:.3g} M"
         alone = self.load.footprint(ParallelConfig(), 1, 1)
         trained = "all trained" if self.load.all else f"{self.load.trained / 1e6:.3g} M trained"
-        self.reasons.append(f"{billions:.3g} B weights, {trained}: {alone.words()} on one device")
+        self.reasons.append(f"{count} weights, {trained}: {alone.words()} on one device")
 
     def _experts(self) -> None:
         if not self.shape.experts or not self._free("expert_parallel_size"):
@@ -303,6 +304,8 @@ def _problem(names: str, message: str, fix: str | None = None) -> Problem:
 
 def _gib(number: float) -> str:
     gib = number / GIB
+    if gib < 0.1:
+        return f"{number / 2**20:.3g} MiB"
     return f"{gib:,.0f} GiB" if gib >= 100 else f"{gib:.3g} GiB"
 
 

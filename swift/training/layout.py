@@ -65,7 +65,8 @@ def settle_layout(config: SftConfig, group: ProcessGroup, device: Device) -> Lay
     if parallelism.parallel == "auto" and shape is not None:
         share = device.memory_bytes // (per_node if device.type == "cpu" else 1)
         tokens = config.template.max_length * config.training.per_device_train_batch_size
-        parallelism, notes = choose(config, shape, group.world_size, per_node, min(group.gather(share)), tokens)
+        parallelism, reasons = choose(config, shape, group.world_size, per_node, min(group.gather(share)), tokens)
+        notes = [f"parallel auto: {reason}" for reason in reasons]
     degrees = resolve_degrees(parallelism, group.world_size, shape, ranks_per_node=per_node)
     cluster = read_cluster(parallelism.cluster_file) if parallelism.cluster_file else None
     layout = Layout(parallelism, degrees, "", notes)
