@@ -19,9 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from swift.checkpoint.data import DATA_FILE, write_data_state
 from swift.checkpoint.sharded import is_sharded, save_sharded
 from swift.checkpoint.state import FILE_NAME as STATE_FILE
-from swift.checkpoint.store import begin_checkpoint, describe_file, finish_checkpoint, give_up_checkpoint
-from swift.core.errors import CheckpointError, SwiftError
-from swift.distributed.process_group import ProcessGroup
+from swift.checkpoint.store import describe_file
+from swift.core.errors import CheckpointError
 from swift.optim.local import LocalParameters
 from swift.training.checkpoints import (
     check_space,
@@ -29,10 +28,10 @@ from swift.training.checkpoints import (
     load_rank_state,
     random_state,
     resume_random_state,
-    tidy,
     write_rank_state,
 )
 from swift.training.stored_state import OPTIMIZER_FILE, RANDOM_FILE, TRAINED_FILE, read_optimizer, read_trained
+from swift.training.together import Written, all_or_none, save_together
 from swift.training.trainer import Trainer
 
 
@@ -67,33 +66,29 @@ class ShardedSaver:
         Raises:
             CheckpointError: a process could not write; on all of them, and earlier checkpoints are intact.
         """
-        group, state = trainer.parts.group, trainer.state
-        needed = self._needed_bytes(trainer)
         for module in self.modules:
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.reshard()
-        aside = group.from_main(lambda: begin_checkpoint(self.run_dir, state.step, needed_bytes=needed))
-        try:  # whatever fails here fails on every process
-            described, write_rest = self._write(aside, trainer)
-            path = group.from_main(lambda: self._finish(aside, described, write_rest, trainer))
-        except BaseException as error:
-            told = give_up_checkpoint(aside, error, needed_bytes=needed) if group.main else error
-            group.from_main(lambda: _throw(told))
-            raise
-        trainer.parts.monitor.event("checkpoint", f"saved {path}", path=str(path), step=state.step)
-        return path
+        return save_together(
+            self.run_dir,
+            trainer,
+            lambda aside: self._write(aside, trainer),
+            needed_bytes=self._needed_bytes(trainer),
+            keep=self.keep,
+            links=self.links,
+        )
 
-    def _write(self, aside: Path, trainer: Trainer) -> tuple[dict[str, dict[str, int]], Callable[[], None]]:
+    def _write(self, aside: Path, trainer: Trainer) -> Written:
         """What processes write together; size and checksum of their own files, and what rank 0 still has to write."""
         group = trainer.parts.group
-        _all_or_none(group, lambda: self.write_public(aside))
+        all_or_none(group, lambda: self.write_public(aside))
         if self.only_model and trainer.status != "interrupted":  # an interrupted run must be able to go on
             return {}, lambda: None
         optimizer = trainer.parts.optimizer
         mine = save_sharded(aside, self._state(optimizer))
         if trainer.parts.rank_states:
-            _all_or_none(group, lambda: mine.update(_describe(write_rank_state(aside, trainer))))
+            all_or_none(group, lambda: mine.update(_describe(write_rank_state(aside, trainer))))
         described = {name: entry for files in group.gather(mine) for name, entry in files.items()}
         randoms = group.gather(random_state(trainer.device))
         groups = merge_groups([g for theirs in group.gather(_groups(optimizer, self.aliases)) for g in theirs])
@@ -109,19 +104,6 @@ class ShardedSaver:
             (aside / STATE_FILE).write_text(state.to_json())
 
         return described, write_rest
-
-    def _finish(
-        self,
-        aside: Path,
-        described: dict[str, dict[str, int]],
-        write_rest: Callable[[], None],
-        trainer: Trainer,
-    ) -> Path:
-        state = trainer.state
-        write_rest()
-        checkpoint = finish_checkpoint(aside, described)
-        tidy(checkpoint.path, state, keep=self.keep, links=self.links)
-        return checkpoint.path
 
     def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """What this process keeps of trained tensors and optimizer; numbers become tensors."""
@@ -206,22 +188,3 @@ def merge_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             same["names"] += [name for name in group["names"] if name not in same["names"]]
     return merged
-
-
-def _all_or_none(group: ProcessGroup, work: Callable[[], None]) -> None:
-    """Run `work` on every process; if one fails, all raise its error, naming it."""
-    trouble: Exception | None = None
-    try:
-        work()
-    except Exception as error:  # the others must not go on without this process
-        trouble = error
-    told = group.gather(None if trouble is None else f"{trouble}")
-    if trouble is not None:
-        raise trouble
-    for rank, words in enumerate(told):
-        if words is not None:
-            raise SwiftError(words, where=f"rank {rank}")
-
-
-def _throw(error: BaseException) -> None:
-    raise error
