@@ -51,8 +51,7 @@ def pieces_of(tensor: torch.Tensor) -> list[Piece]:
         return []
     runs = [_runs(_held(tensor, dim, place)) for dim in range(tensor.ndim)]
     return [
-        Piece(*(tuple(run[i] for run in combination) for i in range(3)))
-        for combination in itertools.product(*runs)
+        Piece(*(tuple(run[i] for run in combination) for i in range(3))) for combination in itertools.product(*runs)
     ]
 
 

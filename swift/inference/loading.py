@@ -190,13 +190,13 @@ def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
-def _attention(wanted: str) -> str:
-    """The attention implementation for generating: batches are padded, so nothing is laid end to end."""
+def _attention(wanted: str) -> str | None:
+    """The attention for generating, where batches are padded, never laid end to end; None: the model's usual."""
     if wanted == "varlen":
         raise UsageError(
             "--attn_impl varlen is for training on concatenated examples", where="--attn_impl", fix="leave it out"
         )
-    return "sdpa" if wanted == "auto" else wanted
+    return None if wanted == "auto" else wanted
 
 
 def _folder_hash(folder: Path) -> str:

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swift.config.model import ModelConfig
 from swift.core.errors import ModelError, UsageError
-from swift.models.loading import NEW_TOKEN_IDS, load_configuration, load_errors, load_tokenizer
+from swift.models.loading import NEW_TOKEN_IDS, load_configuration, load_errors, load_tokenizer, usual_attention
 from swift.models.quiet import quiet_transformers
 
 
 def build_empty_model(
-    path: Path | str, config: ModelConfig, *, dtype: torch.dtype, attn_implementation: str = "sdpa"
+    path: Path | str, config: ModelConfig, *, dtype: torch.dtype, attn_implementation: str | None = None
 ) -> PreTrainedModel:
     """The causal language model of a folder on the meta device, in evaluation mode.
 
@@ -28,7 +28,7 @@ def build_empty_model(
         path: folder with config.json.
         config: `rope_scaling`, `max_model_len`, `new_special_tokens`, `model_type`, `trust_remote_code` are read.
         dtype: of the weights that it will get.
-        attn_implementation: a name that transformers' attention interface knows.
+        attn_implementation: a name that transformers' attention interface knows; default: `usual_attention`.
 
     Raises:
         ModelError: an architecture that isn't known, or settings that don't fit it.
@@ -45,7 +45,7 @@ def build_empty_model(
         model: Any = AutoModelForCausalLM.from_config(
             model_config,
             dtype=dtype,
-            attn_implementation=attn_implementation,
+            attn_implementation=attn_implementation or usual_attention(model_config),
             trust_remote_code=config.trust_remote_code,
         )
     _keep_precision(model, dtype)

@@ -102,7 +102,7 @@ def load_model(
     config: ModelConfig,
     *,
     dtype: torch.dtype,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     device: str | torch.device = "cpu",
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> PreTrainedModel:
@@ -112,7 +112,7 @@ def load_model(
         path: folder with config.json and weights.
         config: `rope_scaling`, `max_model_len`, `new_special_tokens`, `model_type`, `trust_remote_code` are read.
         dtype: of the weights in memory.
-        attn_implementation: a name that transformers' attention interface knows.
+        attn_implementation: a name that transformers' attention interface knows; default: `usual_attention`.
         device: where the weights go.
         tokenizer: the tokenizer in use; the embeddings grow if it has more tokens than they have rows. When None and
             `new_special_tokens` are given, the folder's own tokenizer with those tokens.
@@ -132,7 +132,7 @@ def load_model(
             str(path),
             config=model_config,
             dtype=dtype,
-            attn_implementation=attn_implementation,
+            attn_implementation=attn_implementation or usual_attention(model_config),
             local_files_only=True,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
@@ -142,6 +142,14 @@ def load_model(
     if tokenizer is not None:
         grow_embeddings(model, tokenizer)
     return model.to(torch.device(device)).eval()
+
+
+def usual_attention(model_config: PreTrainedConfig) -> str:
+    """`sdpa`, or `eager` for a model class that doesn't have it (Gemma 2's soft caps, Mamba)."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    return "eager" if known is not None and not known._supports_sdpa else "sdpa"
 
 
 def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -407,3 +407,17 @@ def test_stored_positions_are_a_hard_limit():
     model = tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2))
     with pytest.raises(IndexError):
         model(torch.zeros(1, 17, dtype=torch.long))
+
+
+@pytest.mark.parametrize("kind, usual", [("Gemma2", "eager"), ("Llama", "sdpa")])
+def test_a_model_without_sdpa_loads_with_its_own_attention(kind, usual, tmp_path):
+    import transformers
+
+    from swift.models.empty import build_empty_model
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = getattr(transformers, f"{kind}Config")(**sizes, vocab_size=64, num_key_value_heads=2, head_dim=16)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path)
+    for load in (load_model, build_empty_model):
+        model = load(tmp_path, ModelConfig(), dtype=torch.float32)
+        assert model.config._attn_implementation == usual
