@@ -100,7 +100,7 @@ def apply_fsdp(
         part.set_reduce_scatter_unused_params(True, recurse=False)  # a rank may lack gradients that others have
     _count_traffic(module, spread)
     if spread.replicas is not None:
-        spread.replicas.register(module, next(module.parameters()).device)
+        spread.replicas.register(module)
 
 
 def _prepare_replicas(spread: Spread, config: ParallelConfig) -> None:

@@ -73,7 +73,7 @@ class TopK:
             return
         residual = self.residuals.get(key)
         if residual is not None:
-            tensor += residual
+            tensor += residual.to(tensor.device)
         places = tensor.abs().topk(num_sent(tensor.numel(), self.ratio), sorted=False).indices
         values = tensor[places]
         if self.error_feedback and bool(torch.isfinite(values).all()):  # NaN counts as the largest: it shows here

@@ -44,11 +44,9 @@ class ReplicaExchange:
         self.remembers = remembers
         self.last = True
         self._held: dict[str, torch.Tensor] = {}
-        self._device = torch.device("cpu")
 
-    def register(self, module: nn.Module, device: torch.device) -> None:
+    def register(self, module: nn.Module) -> None:
         """Exchange the gradients of all units in `module` from now on; they must be sharded within a replica only."""
-        self._device = device
         for name, part in module.named_modules():
             if isinstance(part, FSDPModule):
                 part.set_all_reduce_hook(partial(self.take, name))
@@ -73,7 +71,7 @@ class ReplicaExchange:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` gave on the same rank of the same mesh."""
-        load_residuals(self.method, state, self._device)
+        load_residuals(self.method, state, torch.device("cpu"))  # each moves to its share when that comes
 
 
 def build_replica_exchange(value: str, axis: Axis) -> ReplicaExchange:
