@@ -15,7 +15,7 @@ from typing import Any
 
 from swift.config.communication import communication_faults
 from swift.config.curriculum import read_curriculum
-from swift.config.files import CONFIG_NAME
+from swift.config.files import CONFIG_NAME, what_is_there
 from swift.config.parallel_checks import parallel_faults
 from swift.config.resolve import Problem, raise_problems
 from swift.config.saved import DEEPSPEED_FOLDER, LATEST, MANIFEST, damage, latest_root, resume_folder
@@ -185,7 +185,7 @@ class _Checker:
             )
         system = self["system"]
         if system and system.endswith(".txt") and "\n" not in system and not Path(system).expanduser().is_file():
-            yield self.fault("system", f"there is no file {system} with the system prompt", _nearby(Path(system)))
+            yield self.fault("system", f"there is no file {system} with the system prompt", what_is_there(Path(system)))
 
     def data(self) -> Iterator[Problem]:
         if not self["dataset"] and not self["cached_dataset"] and not self["dry_run"]:
@@ -414,7 +414,7 @@ class _Checker:
             latest = f"there is no complete checkpoint below {latest_root(self['output_dir'], self['model'])}"
             by_name = wanted.lower() not in LATEST
             message = f"there is no checkpoint {wanted}" if by_name else latest
-            fix = _nearby(Path(wanted)) if by_name else "leave resume_from_checkpoint out to start afresh"
+            fix = what_is_there(Path(wanted)) if by_name else "leave resume_from_checkpoint out to start afresh"
             yield self.fault("resume_from_checkpoint", message, fix)
         elif not (folder / MANIFEST).is_file():
             yield self.fault(
@@ -487,16 +487,3 @@ class _Checker:
         target = self["output_dir"]
         if target and Path(target).is_dir() and any(Path(target).iterdir()) and not self["exist_ok"]:
             yield self.fault("output_dir", f"{target} is not empty", "--exist_ok true writes over it")
-
-
-def _nearby(path: Path) -> str | None:
-    """What a path that doesn't exist may have meant: the nearest name beside it, or what is there."""
-    parent = path.expanduser().parent
-    while not parent.is_dir() and parent != parent.parent:
-        parent = parent.parent
-    there = sorted(entry.name for entry in parent.iterdir() if not entry.name.startswith("."))
-    close = nearest(path.name, there)
-    if close:
-        return f"did you mean {parent / close[0]}?"
-    shown = ", ".join(there[:8]) + (", …" if len(there) > 8 else "")
-    return f"{parent} holds: {shown or 'nothing'}"

@@ -155,7 +155,10 @@ def read_local_updates(value: str) -> LocalUpdates:
         options.setdefault("alpha", 0.5)
     elif options.get("alpha"):
         raise ValueError('has "alpha", which is for results that come with a "delay"')
-    updates = replace(_LOCAL_DEFAULTS[method], **options)
+    defaults = _LOCAL_DEFAULTS[method]
+    if "fragments" not in options:  # as many as usual, where there are as many steps for them to take turns in
+        options["fragments"] = min(defaults.fragments, options.get("every", defaults.every))
+    updates = replace(defaults, **options)
     if updates.delay >= updates.every:
         raise ValueError(f'"delay" {updates.delay} must be below "every" {updates.every}')
     if updates.fragments > updates.every:

@@ -16,7 +16,7 @@ from typing import Any
 
 from swift.config.values import NULL, Words, to_words
 from swift.config.yaml_faults import utf8_text, yaml_faults
-from swift.core.errors import UsageError
+from swift.core.errors import UsageError, nearest
 
 CONFIG_NAME = "swift_config.yaml"
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
@@ -339,3 +339,16 @@ def _dumper() -> Any:
 
     Dumper.add_representer(float, number)
     return Dumper
+
+
+def what_is_there(path: Path) -> str | None:
+    """What a path that doesn't exist may have meant: the nearest name beside it, or what is there."""
+    parent = path.expanduser().parent
+    while not parent.is_dir() and parent != parent.parent:
+        parent = parent.parent
+    there = sorted(entry.name for entry in parent.iterdir() if not entry.name.startswith("."))
+    close = nearest(path.name, there)
+    if close:
+        return f"did you mean {parent / close[0]}?"
+    shown = ", ".join(there[:8]) + (", …" if len(there) > 8 else "")
+    return f"{parent} holds: {shown or 'nothing'}"

@@ -83,7 +83,7 @@ def test_compressions_that_are_refused(text, words):
         ('{"method": "diloco", "outer_momentum": 1}', "below 1"),
         ('{"method": "diloco", "every": 5, "delay": 5}', 'must be below "every"'),
         ('{"method": "diloco", "alpha": 0.5}', 'come with a "delay"'),
-        ('{"method": "streaming_diloco", "every": 3}', '"fragments" 4 must be at most'),
+        ('{"method": "streaming_diloco", "every": 3, "fragments": 4}', '"fragments" 4 must be at most'),
         ('{"method": "diloco", "dtype": "bf16"}', "did you mean bfloat16?"),
     ],
 )
@@ -134,3 +134,8 @@ def test_sound_settings_bring_no_complaint():
     assert "local_updates" not in problems(local_updates="diloco")
     for way in ('{"inter": "topk", "ratio": 0.1}', "hierarchical"):
         assert "grad_compression" not in problems(grad_compression=way, fsdp="hsdp", tensor_parallel_size=2)
+
+
+def test_fragments_that_nobody_gave_fit_the_steps_between_exchanges():
+    assert read_local_updates('{"method": "streaming_diloco", "every": 2}').fragments == 2
+    assert read_local_updates("streaming_diloco").fragments == 4
