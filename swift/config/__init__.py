@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from swift.config.build import build_config, with_saved_config
 from swift.config.catalog import COMMANDS, LATER, Command
-from swift.config.commands import ExportConfig, InferConfig, MergeLoraConfig, PtConfig, SftConfig
+from swift.config.commands import ExportConfig, InferConfig, MergeLoraConfig, PtConfig, RlhfConfig, SftConfig
 from swift.config.files import CONFIG_NAME, dump_yaml, to_flat, to_nested
 from swift.config.parse import HelpRequested, Parsed, parse_command_line
 from swift.config.saved import load_config, save_config
@@ -24,6 +24,7 @@ __all__ = [
     "MergeLoraConfig",
     "Parsed",
     "PtConfig",
+    "RlhfConfig",
     "SftConfig",
     "build_config",
     "dump_yaml",

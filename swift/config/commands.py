@@ -9,9 +9,12 @@ from swift.config.export import ExportConfig as ExportConfig
 from swift.config.inference import GenerationConfig, InferRunConfig, MergeConfig
 from swift.config.model import ModelConfig
 from swift.config.parallel import ParallelConfig
+from swift.config.preference import DistillConfig, PreferenceConfig
+from swift.config.task import AnsweredTaskConfig, TaskConfig
 from swift.config.training import (
     CheckpointConfig,
     EvalConfig,
+    LossConfig,
     MonitorConfig,
     ObjectiveConfig,
     OptimizerConfig,
@@ -21,21 +24,29 @@ from swift.config.tuner import TunerConfig
 
 
 @dataclass
-class SftConfig:
-    """Supervised fine-tuning on conversations."""
+class TrainConfig:
+    """What every command that trains has."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     template: TemplateConfig = field(default_factory=TemplateConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     tuner: TunerConfig = field(default_factory=TunerConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    objective: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     parallelism: ParallelConfig = field(default_factory=ParallelConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+
+
+@dataclass
+class SftConfig(TrainConfig):
+    """Supervised fine-tuning on conversations, or on the rows of another task."""
+
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
 
 
 @dataclass
@@ -56,6 +67,22 @@ class MegatronSftConfig(SftConfig):
 
 
 @dataclass
+class RlhfConfig(TrainConfig):
+    """Preference optimisation, reward models and distillation: the last answer of each row is what is trained on."""
+
+    template: TemplateConfig = field(default_factory=lambda: TemplateConfig(loss_scale="last_round"))
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
+
+
+@dataclass
+class MegatronRlhfConfig(RlhfConfig):
+    """Preference optimisation with the defaults of `megatron rlhf`: full tuning."""
+
+    tuner: TunerConfig = field(default_factory=lambda: TunerConfig(tuner_type="full"))
+
+
+@dataclass
 class InferConfig:
     """Talk to a model, or answer a file of prompts."""
 
@@ -64,6 +91,7 @@ class InferConfig:
     template: PromptConfig = field(default_factory=PromptConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     infer: InferRunConfig = field(default_factory=InferRunConfig)
+    task: AnsweredTaskConfig = field(default_factory=AnsweredTaskConfig)
 
 
 @dataclass

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
 from typing import Any, TypeVar
 
-from swift.config.commands import InferConfig, MergeLoraConfig, SftConfig
+from swift.config.commands import InferConfig, MergeLoraConfig, RlhfConfig, SftConfig, TrainConfig
 from swift.config.files import CONFIG_NAME, dump_yaml, given_in_file, read_config_file, to_nested
 from swift.config.resolve import Resolved, construct, group_spellings, raise_problems, resolve
 from swift.config.schema import names_of, settings_of
@@ -101,8 +102,12 @@ def saved_values(cls: type, path: Path) -> dict[str, Any]:
         )
     file = read_config_file(saved)
     names = names_of(cls)
-    known = {**group_spellings(SftConfig), **group_spellings(cls)}
-    given = [item for item in given_in_file(file, known, names) if item.name in names]
+    own = group_spellings(cls)
+    others = {**group_spellings(SftConfig), **group_spellings(RlhfConfig)}.keys() - own.keys()
+    # another command's group may hold a setting of the same name that means something else
+    entries = [entry for entry in file.entries if entry.entries is None or entry.key not in others]
+    given = given_in_file(dataclasses.replace(file, entries=entries), own, names)
+    given = [item for item in given if item.name in names]
     resolved = resolve(cls, given)
     raise_problems(resolved.problems, subject=str(saved))
     return resolved.values
@@ -115,7 +120,7 @@ def fill_from_checkpoint(cls: type, resolved: Resolved) -> None:
     template and the system prompt (`load_args`), inference also the evaluation rows (`load_data_args`).
     """
     values = resolved.values
-    if issubclass(cls, SftConfig):
+    if issubclass(cls, TrainConfig):
         checkpoint = values.get("resume_from_checkpoint")
         folder = resume_folder(checkpoint, values.get("output_dir"), values.get("model")) if checkpoint else None
         if folder is not None:  # found once, so that settings and weights come from one place

@@ -47,11 +47,9 @@ class TrainingConfig:
 
 
 @dataclass
-class ObjectiveConfig:
+class LossConfig:
     """Objective"""
 
-    label_smoothing_factor: float = setting(0.0, help="label smoothing", aliases=("label_smoothing",))
-    enable_dft_loss: bool = setting(False, help="DFT: each token's loss times its own probability")
     neftune_noise_alpha: float | None = setting(None, help="NEFTune: noise on the embeddings while training")
     router_aux_loss_coef: float = setting(
         0.0,
@@ -61,6 +59,14 @@ class ObjectiveConfig:
     loss_chunk_size: int = setting(
         0, help="trained tokens per chunk of the cross-entropy; 0: chosen from the vocabulary"
     )
+
+
+@dataclass
+class ObjectiveConfig(LossConfig):
+    """Objective"""
+
+    label_smoothing_factor: float = setting(0.0, help="label smoothing", aliases=("label_smoothing",))
+    enable_dft_loss: bool = setting(False, help="DFT: each token's loss times its own probability")
 
 
 @dataclass

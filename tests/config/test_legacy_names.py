@@ -50,7 +50,7 @@ def test_attention():
     [
         "--load_from_cache_file true", "--lazy_tokenize false", "--dataloader_pin_memory true", "--check_model false",
         "--average_tokens_across_devices true", "--bf16 false", "--fsdp_config {}",
-        "--task_type causal_lm", "--use_liger_kernel false", "--packing_strategy binpack",
+        "--use_liger_kernel false", "--packing_strategy binpack",
         "--tuner_backend peft", "--freeze_vit true", "--push_to_hub false", "--save_safetensors",
     ],
 )  # fmt: skip
