@@ -329,7 +329,8 @@ class _Builder:
         self.ledger.take_totals(tally, result)
         self.columns |= result.columns
         rows = np.array(refs, dtype=REF)
-        collected.add(Examples(result.input_ids, result.loss_weights, np.array(lengths, np.int64), rows))
+        sizes = np.array(lengths, np.int64)
+        collected.add(Examples(result.input_ids, result.loss_weights, sizes, rows, result.notes))
 
     def split(self, train: TokenDataset) -> tuple[TokenDataset, TokenDataset]:
         """Set a share of the rows aside; all examples and repetitions of a row stay on one side."""

@@ -29,17 +29,19 @@ from swift.data.readers import RawRow, parse_raw
 from swift.data.rows import Row, RowProblem, RowRef, excerpt
 from swift.data.selfcog import Identity, fill_identity
 from swift.data.shapes import RowOptions, normalise_row
+from swift.data.units import NO_NOTES
 
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
 
 
 class Encoded(Protocol):
-    """One example: int32 ids, float32 loss weights, and how many tokens were cut off."""
+    """One example: int32 ids, float32 loss weights, how many tokens were cut off, and float64 notes if it has any."""
 
     input_ids: np.ndarray
     loss_weights: np.ndarray
     truncated: int
+    notes: np.ndarray | None
 
 
 class Encoder(Protocol):
@@ -93,7 +95,7 @@ class RowResult:
 
 @dataclass
 class ChunkResult:
-    """The rows of a chunk in order; ids and weights of their examples end to end."""
+    """The rows of a chunk in order; ids and weights of their examples end to end; notes of each, if any has some."""
 
     rows: list[RowResult]
     input_ids: np.ndarray
@@ -102,6 +104,7 @@ class ChunkResult:
     columns: set[str]
     encoding: Counter[str]
     notices: list[str]
+    notes: list[np.ndarray] | None = None
 
 
 @dataclass
@@ -149,17 +152,20 @@ class Task:
     def _encode(self, encoder: Encoder, rows: list[Row], fates: list[RowResult], result: ChunkResult) -> None:
         ids: list[np.ndarray] = []
         weights: list[np.ndarray] = []
+        notes: list[np.ndarray] = []
         for fate, outcome in zip(fates, encoder.encode_batch(rows), strict=True):
             try:
                 for example in _examples(outcome):
                     ids.append(example.input_ids)
                     weights.append(example.loss_weights)
+                    notes.append(NO_NOTES if example.notes is None else example.notes)
                     fate.lengths.append(len(example.input_ids))
                     fate.truncated += example.truncated
             except RowProblem as problem:
                 fate.problem = problem
         result.input_ids = np.concatenate([result.input_ids, *ids])
         result.loss_weights = np.concatenate([result.loss_weights, *weights])
+        result.notes = notes if any(map(len, notes)) else None
         result.encoding.update(encoder.counts)
         result.notices.extend(encoder.notices)
         encoder.counts.clear()

@@ -1,9 +1,9 @@
 """What is trained on together: a preference pair, a query with its candidates, a labelled text.
 
-A unit is one example of the token store, so order, packing, mixing and resuming treat it like any other. Its *parts* lie
-end to end behind a *prefix* that all of them begin with (the prompt), which is there once; prefix and part together are a
-*sequence*. The notes beside the example's tokens say where parts begin, what they are, and what else is known of the
-unit.
+A unit is one example of the token store, so order, packing, mixing and resuming treat it like any other. Its *parts*
+lie end to end behind a *prefix* that all of them begin with (the prompt), which is there once; prefix and part together
+are a *sequence*. The notes beside the example's tokens say where parts begin, what they are, and what else is known of
+the unit.
 
 Knows nothing of tokenizers, of batches or of what a value means.
 """
@@ -57,9 +57,7 @@ class Unit:
         numbers = notes.tolist()
         count = int(numbers[1])
         lengths, kinds = numbers[2 : 2 + count], numbers[2 + count : 2 + 2 * count]
-        return cls(
-            int(numbers[0]), tuple(map(int, lengths)), tuple(map(int, kinds)), tuple(numbers[2 + 2 * count :])
-        )
+        return cls(int(numbers[0]), tuple(map(int, lengths)), tuple(map(int, kinds)), tuple(numbers[2 + 2 * count :]))
 
     def parts(self) -> Iterator[slice]:
         """Where each part lies in the example."""

@@ -26,7 +26,7 @@ from torch import nn
 from swift.config.deepspeed import Filling, filled, read_deepspeed, zero_stage
 from swift.core.errors import UsageError
 from swift.core.extras import require
-from swift.data.loading.loader import Batch
+from swift.data.loading.batch import Batch
 from swift.distributed import ProcessGroup
 from swift.distributed.mesh import Mesh
 from swift.objectives import LossTerms

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from swift.core.files import write_atomic
-from swift.data.loading.loader import Batch
+from swift.data.loading.batch import Batch
 
 
 def dump_nonfinite(run_dir: Path, step: int, rank: int, batches: list[Batch], losses: list[float]) -> Path:

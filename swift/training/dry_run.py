@@ -25,7 +25,7 @@ from swift.config.degrees import Degrees, read_model_shape, resolve_degrees
 from swift.config.nodes import processes_wanted, world_size_expected
 from swift.core.devices import detect_device
 from swift.core.errors import UsageError
-from swift.data.loading.loader import Batch, Layout, make_batch
+from swift.data.loading.batch import Batch, Layout, make_batch
 from swift.data.rows import RowRef
 from swift.distributed.mesh import build_mesh
 from swift.distributed.pipeline.runner import Border

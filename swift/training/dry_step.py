@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
-from swift.data.loading.loader import Batch
+from swift.data.loading.batch import Batch
 from swift.distributed import ProcessGroup
 from swift.distributed.experts.dispatch import uniform_routing
 from swift.distributed.mesh import Mesh

@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from swift.data.loading.loader import Examples, Layout, evaluation_batches
+from swift.data.loading.batch import Examples, Layout
+from swift.data.loading.loader import evaluation_batches
 from swift.distributed import ProcessGroup
 from swift.training.strategy import Strategy
 

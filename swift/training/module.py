@@ -15,7 +15,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
-from swift.data.loading.loader import Batch
+from swift.data.loading.batch import Batch
 from swift.models.attention import segment_arguments
 from swift.models.head import OutputHead
 from swift.models.router import RouterLoss, Routing

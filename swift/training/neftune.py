@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from swift.data.loading.loader import Batch
+from swift.data.loading.batch import Batch
 
 
 class EmbeddingNoise:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from swift.core.errors import UsageError
-from swift.data.loading.loader import Batch, Layout, make_batch
+from swift.data.loading.batch import Batch, Layout, make_batch
 from swift.distributed.collectives import all_reduce
 from swift.distributed.context.batches import cut_batch, rows_length
 from swift.distributed.gradients import clip_gradients, cut_axes

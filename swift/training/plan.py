@@ -12,7 +12,8 @@ from swift.checkpoint import RunState
 from swift.checkpoint.store import SUPERSEDED
 from swift.config.commands import SftConfig
 from swift.core.errors import UsageError
-from swift.data.loading.loader import Layout, Loader, Outlook
+from swift.data.loading.batch import Layout
+from swift.data.loading.loader import Loader, Outlook
 
 # Examples per optimizer step when the user gives no accumulation.
 DEFAULT_EXAMPLES_PER_STEP = 16

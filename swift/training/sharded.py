@@ -17,7 +17,7 @@ from swift.config.parallel import ParallelConfig
 from swift.config.parallel_checks import tuner_faults
 from swift.config.tuner import TunerConfig
 from swift.core.errors import UsageError
-from swift.data.loading.loader import Batch
+from swift.data.loading.batch import Batch
 from swift.distributed.context.batches import cut_batch
 from swift.distributed.gradients import clip_gradients, cut_axes
 from swift.distributed.sharding import GradientSync, UsedParameters

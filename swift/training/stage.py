@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from swift.data.loading.loader import Batch
+from swift.data.loading.batch import Batch
 from swift.models.attention import segment_arguments
 from swift.models.head import OutputHead, find_decoder
 from swift.models.router import RouterLoss, Routing, carry

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from swift.data.loading.loader import Batch
+from swift.data.loading.batch import Batch
 from swift.distributed import ProcessGroup
 from swift.distributed.compression import GradientExchange
 from swift.distributed.mesh import Mesh

@@ -28,7 +28,8 @@ from swift.checkpoint import RunState
 from swift.config.training import CheckpointConfig, EvalConfig, TrainingConfig
 from swift.core.errors import NumericsError
 from swift.core.memory import return_free_memory
-from swift.data.loading.loader import Batch, Examples, Loader
+from swift.data.loading.batch import Batch, Examples
+from swift.data.loading.loader import Loader
 from swift.distributed import ProcessGroup
 from swift.distributed.traffic import TRAFFIC
 from swift.monitor import Monitor

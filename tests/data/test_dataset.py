@@ -483,6 +483,8 @@ def test_the_fingerprint_follows_everything_that_decides_examples(
 
 def test_weights_that_are_not_binary_survive(tmp_path: Path) -> None:
     class Example:
+        notes = None
+
         def __init__(self, weights: list[float]) -> None:
             self.input_ids = np.arange(len(weights), dtype=np.int32)
             self.loss_weights = np.asarray(weights, dtype=np.float32)

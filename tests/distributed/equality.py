@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from swift.config.training import ObjectiveConfig
-from swift.data.loading.loader import Batch, Layout, make_batch
+from swift.data.loading.batch import Batch, Layout, make_batch
 from swift.data.rows import RowRef
 from swift.models.attention import VARLEN
 from swift.models.head import OutputHead, find_decoder, find_head

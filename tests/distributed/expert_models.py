@@ -14,7 +14,7 @@ from torch import nn
 from swift.config.degrees import Degrees
 from swift.config.parallel import ParallelConfig
 from swift.config.training import ObjectiveConfig
-from swift.data.loading.loader import Batch, Layout, make_batch
+from swift.data.loading.batch import Batch, Layout, make_batch
 from swift.data.rows import RowRef
 from swift.distributed.context.batches import cut_batch
 from swift.distributed.experts import apply_expert_parallel, expert_parameters

@@ -10,7 +10,7 @@ import torch
 from pool import on_ranks
 
 from swift.config.degrees import Degrees
-from swift.data.loading.loader import Batch, Layout, make_batch
+from swift.data.loading.batch import Batch, Layout, make_batch
 from swift.data.rows import RowRef
 from swift.distributed.context.batches import cut_batch, join_shares, rows_length, share_index
 from swift.distributed.mesh import Axis, Mesh, build_mesh

@@ -29,7 +29,7 @@ from pool import on_ranks
 
 from swift.config.context import resolve_context
 from swift.config.degrees import Degrees
-from swift.data.loading.loader import Batch, Layout, make_batch
+from swift.data.loading.batch import Batch, Layout, make_batch
 from swift.data.rows import RowRef
 from swift.distributed.context.attention import use_context_attention
 from swift.distributed.context.batches import cut_batch

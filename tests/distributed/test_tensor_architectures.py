@@ -19,7 +19,7 @@ from pool import on_ranks
 from swift.config.degrees import Degrees
 from swift.config.training import ObjectiveConfig
 from swift.core.errors import ModelError, SwiftError
-from swift.data.loading.loader import Batch
+from swift.data.loading.batch import Batch
 from swift.distributed.context.batches import cut_batch
 from swift.distributed.mesh import Axis, Mesh, build_mesh
 from swift.distributed.spread import Spread, finish_gradients

@@ -7,7 +7,7 @@ from peft import LoraConfig, get_peft_model
 
 from swift.config.training import ObjectiveConfig
 from swift.core.errors import ModelError, UsageError
-from swift.data.loading.loader import Layout, make_batch
+from swift.data.loading.batch import Layout, make_batch
 from swift.data.rows import RowRef
 from swift.models.attention import VARLEN
 from swift.models.head import find_decoder, find_head

@@ -10,8 +10,10 @@ import torch.distributed as dist
 from equality import assert_equal, build, make_batches, make_optimizer, relative, single_process
 from pool import on_ranks
 
-from swift.data.loading.loader import Layout, TrainLoader, deal, turns_of
+from swift.data.loading.batch import Layout
+from swift.data.loading.loader import TrainLoader, deal, turns_of
 from swift.data.rows import RowRef
+from swift.data.units import NO_NOTES
 from swift.distributed import ProcessGroup
 from swift.distributed.compression import build_exchange
 from swift.distributed.mesh import Axis
@@ -27,6 +29,9 @@ class Sixty:
 
     def __len__(self) -> int:
         return 60
+
+    def notes(self, index: int) -> np.ndarray:
+        return NO_NOTES
 
     def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         return np.full(index + 2, index, np.int32), np.ones(index + 2, np.float32)

@@ -10,7 +10,7 @@ from runs import BASE, read_log
 from swift import sft
 from swift.core.devices import Device
 from swift.core.errors import UsageError
-from swift.data.loading.loader import Batch
+from swift.data.loading.batch import Batch
 from swift.models.head import find_decoder, find_head
 from swift.models.memory import MemoryEstimate, decide_checkpointing, estimate_memory
 from swift.models.prepare import choose_attention, fix_ends

@@ -32,7 +32,7 @@ from swift.config.degrees import Degrees
 from swift.config.parallel import ParallelConfig
 from swift.config.training import ObjectiveConfig
 from swift.core.errors import UsageError
-from swift.data.loading.loader import Batch
+from swift.data.loading.batch import Batch
 from swift.distributed.context.attention import use_context_attention
 from swift.distributed.mesh import Mesh, build_mesh
 from swift.distributed.pipeline.schedules import stages_of_rank, stages_per_rank

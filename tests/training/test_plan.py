@@ -5,7 +5,8 @@ import pytest
 
 from swift.checkpoint import RunState
 from swift.config import SftConfig
-from swift.data.loading.loader import Layout, TrainLoader
+from swift.data.loading.batch import Layout
+from swift.data.loading.loader import TrainLoader
 from swift.training.plan import DataIdentity, run_length
 
 

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from architectures import CONFIGS, build
 
 from swift.core.errors import ModelError, UsageError
-from swift.data.loading.loader import Layout, collate
+from swift.data.loading.batch import Layout, collate
 from swift.data.rows import RowRef
+from swift.data.units import NO_NOTES
 from swift.models.attention import prove_varlen, varlen_unsupported_reason
 from swift.models.head import find_decoder, find_head, prove_head
 from swift.models.prepare import choose_attention, compile_layers, enable_checkpointing
@@ -35,6 +36,9 @@ class Examples:
 
     def __len__(self):
         return len(self.items)
+
+    def notes(self, index: int) -> np.ndarray:
+        return NO_NOTES
 
     def tokens(self, index):
         return self.items[index]

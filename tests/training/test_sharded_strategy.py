@@ -16,7 +16,7 @@ from swift.config.parallel import ParallelConfig
 from swift.config.training import OptimizerConfig
 from swift.config.tuner import TunerConfig
 from swift.core.errors import UsageError
-from swift.data.loading.loader import Batch
+from swift.data.loading.batch import Batch
 from swift.distributed.mesh import build_mesh
 from swift.distributed.sharding import apply_fsdp, sharded_modules
 from swift.distributed.spread import Spread

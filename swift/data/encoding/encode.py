@@ -41,11 +41,13 @@ class Encoded:
         loss_weights: float32 [n], the weight of predicting token i from those before it; 0 = not trained. The first is
             always 0.
         truncated: number of tokens that were cut off.
+        notes: float64, how the example is divided if it is a unit of several sequences (`swift.data.units`).
     """
 
     input_ids: np.ndarray
     loss_weights: np.ndarray
     truncated: int = 0
+    notes: np.ndarray | None = None
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Which examples a step trains on, and the tensors they become, when all examples are at hand before step 1.
+"""Which examples a step trains on, when all examples are at hand before step 1.
 
 The order of an epoch is a function of (seed, epoch) alone. A position in it is one number, `consumed`: how many units
 (examples, or packed rows) of this epoch were used. So the state of the loader is two integers, any step can be reached
@@ -6,7 +6,7 @@ without reading what came before, and neither world size, micro-batch size nor a
 an optimizer step. Mixed and streamed data have a loader of their own (`stream_loader`); the trainer sees only the
 protocol `Loader`.
 
-This file knows nothing of models or devices: it deals in NumPy arrays and CPU tensors.
+This file knows nothing of tensors (`batch`) or models.
 """
 
 from __future__ import annotations
@@ -17,28 +17,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import torch
 
+from swift.data.loading.batch import Batch, Examples, Layout, collate, collate_pairs, with_previous
 from swift.data.loading.order import ORDER_VERSION, FeistelOrder
 from swift.data.loading.packing import pack
-from swift.data.rows import RowRef
 
 # Examples are sorted by length inside windows of this many steps when they are grouped by length.
 GROUPING_WINDOW_STEPS = 50
 
 
-class Examples(Protocol):
-    """A dataset of encoded examples (`TokenDataset`)."""
-
-    lengths: np.ndarray
-
-    def __len__(self) -> int: ...
-    def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
-    def ref(self, index: int) -> RowRef: ...
-
-
 T = TypeVar("T")
-Tokens = tuple[np.ndarray, np.ndarray]  # ids int32 [n], loss weights float32 [n]
 
 
 @dataclass(frozen=True)
@@ -87,118 +75,6 @@ class Loader(Protocol):
     def metrics(self) -> dict[str, float]: ...
     def summary(self) -> dict[str, Any] | None: ...
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How examples share a micro-batch.
-
-    Attributes:
-        units_per_micro_batch: examples (or packed rows) in a micro-batch on one rank.
-        micro_batches: micro-batches a rank runs in a step.
-        padding_free: lay examples end to end; False pads to the longest.
-        packing_length: tokens per packed row; 0 when examples are the units.
-        group_by_length: put examples of like length into the same micro-batch.
-        shuffle: new order every epoch.
-        pad_token_id: what fills padding; never trained on.
-    """
-
-    units_per_micro_batch: int = 1
-    micro_batches: int = 1
-    padding_free: bool = True
-    packing_length: int = 0
-    group_by_length: bool = False
-    shuffle: bool = True
-    pad_token_id: int = 0
-
-
-@dataclass
-class Batch:
-    """One micro-batch on one rank.
-
-    Attributes:
-        input_ids, position_ids: int64 [rows, tokens]; one row when padding-free.
-        borders: segment borders in the row, from 0 to tokens; None for a padded batch.
-        attention_mask: bool [rows, tokens]; None for a padding-free batch.
-        target_index: int64 [targets], positions in the flattened rows whose hidden states predict.
-        target_ids: int64 [targets]; target_weights: fp32 [targets].
-        refs: where its rows came from.
-        num_tokens: real tokens, padding not counted.
-    """
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    borders: list[int] | None
-    attention_mask: torch.Tensor | None
-    target_index: torch.Tensor
-    target_ids: torch.Tensor
-    target_weights: torch.Tensor
-    refs: list[RowRef]
-    num_tokens: int
-
-    @property
-    def weight(self) -> float:
-        """Sum of the target weights."""
-        return float(self.target_weights.sum(dtype=torch.float64))
-
-    def to(self, device: torch.device) -> Batch:
-        """The batch with its tensors on `device`."""
-        if device.type == "cpu":
-            return self
-        moved = {
-            name: value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, torch.Tensor)
-        }
-        return Batch(**{**vars(self), **moved})
-
-
-def collate(examples: Examples, indices: Sequence[int], layout: Layout) -> Batch:
-    """The tensors of one micro-batch of these examples."""
-    return make_batch([examples.tokens(i) for i in indices], [examples.ref(i) for i in indices], layout)
-
-
-def make_batch(examples: Sequence[Tokens], refs: list[RowRef], layout: Layout) -> Batch:
-    """Make the tensors of one micro-batch; no examples give a one-token batch without targets.
-
-    The empty batch lets a rank that ran out of examples take part in the step's collectives with weight zero.
-    """
-    parts = examples or [(np.array([layout.pad_token_id], dtype=np.int32), np.zeros(1, dtype=np.float32))]
-    lengths = [len(ids) for ids, _ in parts]
-    if layout.padding_free:
-        width = sum(lengths)
-        starts = np.cumsum([0, *lengths])[:-1].tolist()
-        rows = 1
-    else:
-        width = max(lengths)
-        starts = [i * width for i in range(len(parts))]
-        rows = len(parts)
-    total = rows * width
-    flat_ids = np.full(total, layout.pad_token_id, dtype=np.int64)
-    positions = np.zeros(total, dtype=np.int64)
-    mask = np.zeros(total, dtype=bool)
-    index, target_ids, target_weights = [], [], []
-    for start, (ids, weights) in zip(starts, parts, strict=True):
-        end = start + len(ids)
-        flat_ids[start:end] = ids
-        positions[start:end] = np.arange(len(ids))
-        mask[start:end] = True
-        trained = np.flatnonzero(weights[1:])  # token i is predicted by the state at i - 1
-        index.append(start + trained)
-        target_ids.append(ids[trained + 1])
-        target_weights.append(weights[trained + 1])
-    borders = [*starts, total] if layout.padding_free else None
-    return Batch(
-        input_ids=torch.from_numpy(flat_ids).view(rows, width),
-        position_ids=torch.from_numpy(positions).view(rows, width),
-        borders=borders,
-        attention_mask=None if layout.padding_free else torch.from_numpy(mask).view(rows, width),
-        target_index=torch.from_numpy(np.concatenate(index).astype(np.int64)),
-        target_ids=torch.from_numpy(np.concatenate(target_ids).astype(np.int64)),
-        target_weights=torch.from_numpy(np.concatenate(target_weights).astype(np.float32)),
-        refs=refs,
-        num_tokens=sum(lengths) if examples else 0,
-    )
 
 
 def deal(
@@ -408,7 +284,11 @@ class TrainLoader:
 
     def batches(self, epoch: int, consumed: int) -> list[Batch]:
         """The tensors of `step`."""
-        return [collate(self.examples, indices, self.layout) for indices in self.step(epoch, consumed)]
+        if not self.layout.companions:
+            return [collate(self.examples, indices, self.layout) for indices in self.step(epoch, consumed)]
+        pairs = with_previous(self.units(epoch, consumed, consumed + self.global_units))
+        mine = deal(pairs, self.layout, self.rank, self.world_size, self._shares)
+        return [collate_pairs(self.examples, chunk, self.layout) for chunk in mine]
 
     def outlook(self, epoch: int) -> Outlook:
         """An epoch's units, counted."""
@@ -442,4 +322,9 @@ def evaluation_batches(
         chunks[-1].append(index)
     for turn in range(-(-len(chunks) // world_size)):
         number = turn * world_size + rank
-        yield collate(examples, chunks[number] if number < len(chunks) else [], layout)
+        mine = chunks[number] if number < len(chunks) else []
+        if layout.companions:
+            last = len(examples) - 1
+            yield collate_pairs(examples, [(index, index - 1 if index else last) for index in mine], layout)
+        else:
+            yield collate(examples, mine, layout)

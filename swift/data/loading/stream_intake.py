@@ -18,12 +18,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from swift.core.errors import DataError, SwiftError
+from swift.data.loading.batch import Examples, Tokens, tokens_of
 from swift.data.loading.flow import Document, FileFlow
-from swift.data.loading.loader import Examples
 from swift.data.loading.mixture import Documents, Mixture
 from swift.data.loading.stream_ledger import StreamLedger
 from swift.data.pipeline import ChunkResult, RowResult, Workers
 from swift.data.rows import RowRef
+from swift.data.units import NO_NOTES
 
 # Documents that a rank encodes at once.
 CHUNK_DOCUMENTS = 32
@@ -36,7 +37,7 @@ class Item(Protocol):
 
     length: int
 
-    def tokens(self) -> tuple[np.ndarray, np.ndarray]: ...
+    def tokens(self) -> Tokens: ...
     @property
     def ref(self) -> RowRef: ...
 
@@ -71,8 +72,8 @@ class StoredItem:
         self.index = index
         self.length = int(examples.lengths[index])
 
-    def tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.examples.tokens(self.index)
+    def tokens(self) -> Tokens:
+        return tokens_of(self.examples, self.index)
 
     @property
     def ref(self) -> RowRef:
@@ -135,16 +136,16 @@ def share_metrics(mixture: Mixture, documents: int) -> dict[str, float]:
 
 
 class ReadItem:
-    """An example that was just encoded; ids int32 [n], weights float32 [n]."""
+    """An example that was just encoded."""
 
-    __slots__ = ("ids", "length", "ref", "weights")
+    __slots__ = ("_tokens", "length", "ref")
 
-    def __init__(self, ids: np.ndarray, weights: np.ndarray, ref: RowRef) -> None:
-        self.ids, self.weights, self.ref = ids, weights, ref
-        self.length = len(ids)
+    def __init__(self, tokens: Tokens, ref: RowRef) -> None:
+        self._tokens, self.ref = tokens, ref
+        self.length = len(tokens.ids)
 
-    def tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.ids, self.weights
+    def tokens(self) -> Tokens:
+        return self._tokens
 
 
 @dataclass
@@ -254,8 +255,8 @@ class FileIntake:
         self._results = self._exchanged(window)
         items = [item for result in self._results for item in _items(result)]
         self._items = [
-            (row, [ReadItem(ids, weights, document.ref) for ids, weights in pairs if document.ref], flat)
-            for document, (row, pairs, flat) in zip(window.documents, items, strict=True)
+            (row, [ReadItem(tokens, document.ref) for tokens in examples if document.ref], flat)
+            for document, (row, examples, flat) in zip(window.documents, items, strict=True)
         ]
         self._window, self._at = window, 0
 
@@ -315,16 +316,18 @@ class FileIntake:
 
     def dump(self, item: Item) -> Any:
         """An example as a JSON value: its tokens travel with the checkpoint, so that no file is searched for them."""
-        ids, weights = item.tokens()
+        ids, weights, notes = item.tokens()
         binary = bool(np.array_equal(weights, weights.astype(bool)))
         packed = weights.astype(np.uint8) if binary else weights.astype("<f4")
         ref = [item.ref.file, item.ref.line, item.ref.by_offset]
-        return {"ids": _text(ids.astype("<i4")), "weights": _text(packed), "binary": binary, "ref": ref}
+        kept = {"ids": _text(ids.astype("<i4")), "weights": _text(packed), "binary": binary, "ref": ref}
+        return kept | ({"notes": notes.tolist()} if len(notes) else {})
 
     def load(self, value: Any) -> Item:
         """What `dump` gave."""
         weights = _array(value["weights"], "u1" if value["binary"] else "<f4").astype(np.float32)
-        return ReadItem(_array(value["ids"], "<i4").astype(np.int32), weights, RowRef(*value["ref"]))
+        notes = np.array(value.get("notes", ()), dtype=np.float64)
+        return ReadItem(Tokens(_array(value["ids"], "<i4").astype(np.int32), weights, notes), RowRef(*value["ref"]))
 
     def metrics(self) -> dict[str, float]:
         """Rows taken and dropped so far, and the shares in force."""
@@ -351,19 +354,21 @@ class FileIntake:
         self.workers.__exit__()
 
 
-def _items(result: ChunkResult) -> list[tuple[RowResult, list[tuple[np.ndarray, np.ndarray]], np.ndarray]]:
-    """Each row of a result with its examples' ids and weights, and all its weights.
+def _items(result: ChunkResult) -> list[tuple[RowResult, list[Tokens], np.ndarray]]:
+    """Each row of a result with its examples, and all its weights.
 
     Examples are copies: one that waits in an open row would else hold the tokens of all rows it was encoded with.
     """
     rows, at = [], 0
     weights = result.loss_weights.astype(np.float32, copy=False)
+    notes = iter(result.notes or [])
     for row in result.rows:
-        start, pairs = at, []
+        start, examples = at, []
         for length in row.lengths:
-            pairs.append((result.input_ids[at : at + length].copy(), weights[at : at + length].copy()))
+            piece = slice(at, at + length)
+            examples.append(Tokens(result.input_ids[piece].copy(), weights[piece].copy(), next(notes, NO_NOTES)))
             at += length
-        rows.append((row, pairs, weights[start:at]))
+        rows.append((row, examples, weights[start:at]))
     return rows
 
 

@@ -13,9 +13,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from swift.data.loading.loader import Batch, Layout, Outlook, deal, make_batch
+from swift.data.loading.batch import Batch, Layout, make_batch, mismatch, with_previous
+from swift.data.loading.loader import Outlook, deal
 from swift.data.loading.packing import OPEN_ROWS, OpenRows
 from swift.data.loading.stream_intake import Intake, Item
+from swift.data.units import Unit
 
 
 class StreamLoader:
@@ -82,11 +84,24 @@ class StreamLoader:
         """
         units = self._take()
         if self.layout.group_by_length:
-            units.sort(key=lambda unit: -max(item.length for item in unit))
-        mine = deal(units, self.layout, self.rank, self.world_size, self._shares)
-        return [
-            make_batch([item.tokens() for item in batch], [item.ref for item in batch], self.layout) for batch in mine
-        ]
+            units.sort(key=lambda unit: -max(self._length(item) for item in unit))
+        place = (self.layout, self.rank, self.world_size, self._shares)
+        if not self.layout.companions:
+            return [self._batch(chunk) for chunk in deal(units, *place)]
+        mine = deal(with_previous(units), *place)
+        batches = [self._batch([item for item, _ in chunk]) for chunk in mine]
+        for batch, chunk in zip(batches, mine, strict=True):
+            mixed = [mismatch(item.tokens(), other.tokens()) for item, other in chunk]
+            batch.companion = make_batch(mixed, batch.refs, self.layout)
+        return batches
+
+    def _batch(self, items: list[Item]) -> Batch:
+        return make_batch([item.tokens() for item in items], [item.ref for item in items], self.layout)
+
+    def _length(self, item: Item) -> int:
+        """Tokens that an example takes in a row."""
+        written_out = self.layout.units and not self.layout.share_prefix
+        return Unit.read(item.tokens().notes).written_out if written_out else item.length
 
     def set_shares(self, shares: Sequence[int]) -> None:
         """Deal so many micro-batches of a step to each rank from the next step on."""
@@ -112,7 +127,7 @@ class StreamLoader:
             self._ending = True
         elif self.layout.packing_length:
             for item in items:
-                self._ready.extend(self._open.add(item.length, item))
+                self._ready.extend(self._open.add(self._length(item), item))
         else:
             self._ready.extend([item] for item in items)
 
@@ -141,7 +156,7 @@ class StreamLoader:
         load = self.intake.load
         self._ready = deque([load(value) for value in unit] for unit in state["ready"])
         rows = [(number, [load(value) for value in row]) for number, row in state["open"]]
-        sized = [(number, [(item.length, item) for item in row]) for number, row in rows]
+        sized = [(number, [(self._length(item), item) for item in row]) for number, row in rows]
         self._open.restore(sized, state["following"])
         self.intake.load_state(state["intake"])
 

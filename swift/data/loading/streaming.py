@@ -23,8 +23,9 @@ from swift.config.data import DataConfig, TemplateConfig
 from swift.core.errors import DataError, UsageError
 from swift.data.dataset import no_rows_left
 from swift.data.files import DataFile, is_url, size_of, stamp_of
+from swift.data.loading.batch import Layout
 from swift.data.loading.flow import FileFlow, Reading
-from swift.data.loading.loader import Layout, Loader, Outlook
+from swift.data.loading.loader import Loader, Outlook
 from swift.data.loading.mixture import Documents
 from swift.data.loading.order import ORDER_VERSION
 from swift.data.loading.stream_intake import FileIntake

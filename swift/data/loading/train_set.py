@@ -18,8 +18,9 @@ import numpy as np
 from swift.config.curriculum import LENGTH, Curriculum, read_curriculum
 from swift.config.data import DataConfig
 from swift.core.errors import DataError, UsageError
+from swift.data.loading.batch import Examples, Layout, WrittenOut
 from swift.data.loading.flow import StoredFlow
-from swift.data.loading.loader import Layout, Loader, Outlook, TrainLoader
+from swift.data.loading.loader import Loader, Outlook, TrainLoader
 from swift.data.loading.mixer import ShareSchedule, shares_by_size
 from swift.data.loading.mixture import FIRST, ONCE, Documents, Mixture
 from swift.data.loading.order import ORDER_VERSION
@@ -161,9 +162,11 @@ class PreparedSet:
 
     def loader(self, layout: Layout, place: Place, facts: dict[str, Any] | None) -> Loader:
         """The loader: plain, or one that mixes."""
+        written_out = layout.units and not layout.share_prefix
+        examples: Examples = WrittenOut(self.examples) if written_out else self.examples
         if not is_mixed(self.data):
             return TrainLoader(
-                self.examples,
+                examples,
                 layout,
                 seed=self.seed,
                 rank=place.rank,
@@ -184,7 +187,7 @@ class PreparedSet:
             raise _never_ends()
         if not documents:
             raise _only_empty()
-        lengths = self.examples.lengths
+        lengths = examples.lengths
         share = packing_share(layout, lengths)
         units = max(1, math.ceil(units_of(layout, lengths, documents, 1.0) - 1e-6))
         outlook = Outlook(
@@ -199,7 +202,7 @@ class PreparedSet:
             StoredIntake(Documents(flows, mixture), self.examples),
             layout,
             identity=(ORDER_VERSION, self.seed, mixture.identity()),
-            longest=self.longest,
+            longest=int(lengths.max()),
             outlook=outlook,
             rank=place.rank,
             world_size=place.world_size,

@@ -9,6 +9,8 @@ without it the folder is unfinished and nobody takes it for whole. A shard is
     NNNNN.refs     (line int64, file int32) of each example's row; files are numbered in the manifest; a line below 0 is
                    ~byte, the place of a row that is numbered by its byte
     NNNNN.sums     uint64, a checksum of each example, compared whenever the example is read
+    NNNNN.notes    float64, what is known of examples beside their tokens (`swift.data.units`), end to end; with
+    NNNNN.nidx     int64 [examples + 1], where those of each begin; neither is there when no example has any
 
 Knows nothing of tokenizers or of training.
 """
@@ -26,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from swift.core.errors import DataError
+from swift.data.units import NO_NOTES
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -41,13 +44,14 @@ def id_dtype(vocab_size: int | None) -> np.dtype:
     return np.dtype("<u2" if vocab_size is not None and vocab_size <= SMALL_VOCABULARY else "<u4")
 
 
-def checksum(ids: np.ndarray, weights: np.ndarray) -> int:
-    """64 bits of BLAKE2b over an example's ids (as int32) and weights (as float32), little-endian.
+def checksum(ids: np.ndarray, weights: np.ndarray, notes: np.ndarray = NO_NOTES) -> int:
+    """64 bits of BLAKE2b over an example's ids (as int32), weights (as float32) and notes (as float64), little-endian.
 
     The same example has the same sum in every shard and in memory.
     """
     state = hashlib.blake2b(np.ascontiguousarray(ids, dtype="<i4").tobytes(), digest_size=8)
     state.update(np.ascontiguousarray(weights, dtype="<f4").tobytes())
+    state.update(np.ascontiguousarray(notes, dtype="<f8").tobytes())
     return int.from_bytes(state.digest(), "little")
 
 
@@ -58,18 +62,21 @@ class Examples:
     Attributes:
         ids: int32 [tokens]; weights: float32 [tokens]; lengths: int [examples].
         refs: REF [examples].
+        notes: float64 [any], of each example; None when none has any.
     """
 
     ids: np.ndarray
     weights: np.ndarray
     lengths: np.ndarray
     refs: np.ndarray
+    notes: list[np.ndarray] | None = None
 
     def sums(self) -> np.ndarray:
         """The checksum of each."""
-        ends = np.cumsum(self.lengths)
-        pairs = zip((ends - self.lengths).tolist(), ends.tolist())
-        return np.array([checksum(self.ids[a:b], self.weights[a:b]) for a, b in pairs], dtype="<u8")
+        ends = np.cumsum(self.lengths).tolist()
+        notes = self.notes or [NO_NOTES] * len(ends)
+        places = zip([0, *ends], ends, notes)  # one start too many is left over
+        return np.array([checksum(self.ids[a:b], self.weights[a:b], note) for a, b, note in places], dtype="<u8")
 
 
 class Shard:
@@ -80,6 +87,7 @@ class Shard:
         weights: uint8 or float32 [tokens]; None when every token but an example's first weighs 1.
         refs, sums: of each example; see the head of this file.
         path: of the `.bin` file; None in memory. What comes from a file is compared with its checksum.
+        notes: float64, and int64 [examples + 1], where those of each example begin; None when none has any.
     """
 
     def __init__(
@@ -90,8 +98,10 @@ class Shard:
         refs: np.ndarray,
         sums: np.ndarray,
         path: Path | None = None,
+        notes: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> None:
         self.ids, self.offsets, self.weights, self.refs, self.sums, self.path = ids, offsets, weights, refs, sums, path
+        self._notes = notes
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -135,9 +145,16 @@ class Shard:
         else:
             weights = np.ones(len(ids), np.float32)
             weights[:1] = 0
-        if self.path is not None and checksum(ids, weights) != int(self.sums[index]):
+        if self.path is not None and checksum(ids, weights, self.notes(index)) != int(self.sums[index]):
             raise _damaged(self.path, start * self.ids.itemsize, f"example {index} isn't what was written")
         return ids, weights
+
+    def notes(self, index: int) -> np.ndarray:
+        """Float64 [any], what is known of an example beside its tokens; empty for most."""
+        if self._notes is None:
+            return NO_NOTES
+        flat, offsets = self._notes
+        return np.asarray(flat[int(offsets[index]) : int(offsets[index + 1])], dtype=np.float64)
 
     def trained(self, chosen: np.ndarray | None = None) -> int:
         """Tokens with a weight above 0, of all or of the chosen examples."""
@@ -159,7 +176,11 @@ def in_memory(examples: Examples) -> Shard:
     offsets = np.concatenate([[0], np.cumsum(examples.lengths, dtype=np.int64)])
     if weights is not None and np.array_equal(weights, weights.astype(bool)):
         weights = weights.astype(np.uint8)
-    return Shard(examples.ids, offsets, weights, examples.refs, examples.sums())
+    notes = None
+    if examples.notes is not None:
+        bounds = np.cumsum([0, *map(len, examples.notes)], dtype=np.int64)
+        notes = np.concatenate([NO_NOTES, *examples.notes]), bounds
+    return Shard(examples.ids, offsets, weights, examples.refs, examples.sums(), notes=notes)
 
 
 @dataclass
@@ -250,6 +271,9 @@ def _map(folder: Path, entry: dict[str, Any]) -> Shard:
     weights = None
     if entry["weights"] != "ones":
         weights = _mapped(base.with_suffix(".weights"), "u1" if entry["weights"] == "uint8" else "<f4")
+    notes = None
+    if entry.get("notes"):
+        notes = _mapped(base.with_suffix(".notes"), "<f8"), _mapped(base.with_suffix(".nidx"), "<i8")
     return Shard(
         _mapped(base.with_suffix(".bin"), "<u2" if entry["dtype"] == "uint16" else "<u4"),
         _mapped(base.with_suffix(".idx"), "<i8"),
@@ -257,6 +281,7 @@ def _map(folder: Path, entry: dict[str, Any]) -> Shard:
         _mapped(base.with_suffix(".refs"), REF),
         _mapped(base.with_suffix(".sums"), "<u8"),
         base.with_suffix(".bin"),
+        notes,
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from swift.data.rows import RowRef
 from swift.data.token_files.shards import REF, Examples, Shard, in_memory, open_folder
 from swift.data.token_files.writer import ShardWriter, write_view
+from swift.data.units import NO_NOTES
 
 _BATCH = 1024
 
@@ -26,6 +27,7 @@ class EncodedExample(Protocol):
 
     input_ids: np.ndarray
     loss_weights: np.ndarray
+    notes: np.ndarray | None
 
 
 class TokenDataset:
@@ -58,6 +60,11 @@ class TokenDataset:
         """
         shard, _, inside = self._locate(index)
         return shard.example(inside)
+
+    def notes(self, index: int) -> np.ndarray:
+        """What is known of one example beside its tokens (`swift.data.units`): float64 [any], empty for most."""
+        shard, _, inside = self._locate(index)
+        return shard.notes(inside)
 
     def ref(self, index: int) -> RowRef:
         """The row that an example came from."""
@@ -140,7 +147,8 @@ class TokenDataset:
         for example, ref in examples:
             row = ref_array([ref], numbers)
             lengths = np.array([len(example.input_ids)])
-            pieces.append(Examples(example.input_ids, example.loss_weights, lengths, row))
+            notes = [example.notes] if example.notes is not None else None
+            pieces.append(Examples(example.input_ids, example.loss_weights, lengths, row, notes))
         return cls.from_examples(pieces, list(numbers))
 
     @classmethod
@@ -175,7 +183,8 @@ class TokenDataset:
             ids, weights = self.tokens(index)
             ref = self.ref(index)
             row = ref_array([ref], files)
-            pieces.append(Examples(ids, weights, np.array([len(ids)]), row))
+            notes = self.notes(index)
+            pieces.append(Examples(ids, weights, np.array([len(ids)]), row, [notes] if len(notes) else None))
         return _joined(pieces)
 
     def save_view(self, folder: Path, meta: dict[str, Any] | None = None) -> None:
@@ -213,4 +222,12 @@ def _joined(pieces: Sequence[Examples]) -> Examples:
         np.concatenate([np.empty(0, np.float32), *(piece.weights for piece in pieces)]),
         np.concatenate([np.empty(0, np.int64), *(piece.lengths for piece in pieces)]),
         np.concatenate([np.empty(0, REF), *(piece.refs for piece in pieces)]),
+        joined_notes([piece.notes for piece in pieces], [len(piece.lengths) for piece in pieces]),
     )
+
+
+def joined_notes(notes: Sequence[list[np.ndarray] | None], counts: Sequence[int]) -> list[np.ndarray] | None:
+    """The notes of all examples of several pieces, which have so many examples; None when none has any."""
+    if all(each is None for each in notes):
+        return None
+    return [note for each, count in zip(notes, counts, strict=True) for note in each or [NO_NOTES] * count]

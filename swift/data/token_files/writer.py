@@ -17,6 +17,7 @@ import numpy as np
 from swift.core.files import disk_errors, fsync_dir, write_atomic
 from swift.core.version import __version__
 from swift.data.token_files.shards import COPY_BYTES, FORMAT, MANIFEST, ORDER, REF, Examples, id_dtype, read_manifest
+from swift.data.units import NO_NOTES
 
 SHARD_TOKENS = 1 << 28
 
@@ -59,6 +60,7 @@ class _OpenShard:
         self.files = {kind: _File(folder / f"{self.name}.{kind}") for kind in ("bin", "idx", "refs", "sums")}
         self.files["idx"].write(np.zeros(1, "<i8"))
         self.weights: str | None = None  # None: ones so far
+        self.noted = 0  # numbers in the notes so far
 
     def add(self, batch: Examples) -> None:
         ends = np.cumsum(batch.lengths, dtype=np.int64)
@@ -67,6 +69,7 @@ class _OpenShard:
         if not np.array_equal(wide, batch.ids):
             raise ValueError(f"an id doesn't fit {self.dtype}")  # the caller named a wrong vocabulary size
         self._add_weights(batch, starts)
+        self._add_notes(batch)
         self.files["bin"].write(wide)
         self.files["idx"].write((ends + self.tokens).astype("<i8"))
         self.files["refs"].write(batch.refs.astype(REF))
@@ -86,6 +89,19 @@ class _OpenShard:
         if self.weights == "uint8" and not np.array_equal(weights, weights.astype(bool)):
             self._widen_weights()
         self.files["weights"].write(weights.astype("u1" if self.weights == "uint8" else "<f4"))
+
+    def _add_notes(self, batch: Examples) -> None:
+        if batch.notes is None and "notes" not in self.files:
+            return
+        if "notes" not in self.files:
+            for kind in ("notes", "nidx"):
+                self.files[kind] = _File(self.folder / f"{self.name}.{kind}")
+            self.files["nidx"].write(np.zeros(self.examples + 1, "<i8"))
+        notes = batch.notes or [NO_NOTES] * len(batch.lengths)
+        self.files["notes"].write(np.concatenate([NO_NOTES, *notes]).astype("<f8"))
+        ends = self.noted + np.cumsum([len(note) for note in notes], dtype=np.int64)
+        self.files["nidx"].write(ends.astype("<i8"))
+        self.noted = int(ends[-1])
 
     def _begin_weights(self) -> None:
         """Write out the ones of the examples so far."""
@@ -117,7 +133,8 @@ class _OpenShard:
         """What the manifest says of it."""
         files = {file.path.name: file.close() for file in self.files.values()}
         entry = {"name": self.name, "examples": self.examples, "tokens": self.tokens, "trained_tokens": self.trained}
-        return entry | {"dtype": self.dtype.name, "weights": self.weights or "ones", "files": files}
+        kept = {"dtype": self.dtype.name, "weights": self.weights or "ones", "notes": "notes" in self.files}
+        return entry | kept | {"files": files}
 
 
 class ShardWriter:

@@ -10,11 +10,12 @@ Knows nothing of models: it deals in token ids, positions and targets.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 
-from swift.data.loading.loader import Batch
+from swift.data.loading.batch import Batch, Sequences
 from swift.distributed.collectives import all_gather
 from swift.distributed.mesh import Mesh
 
@@ -57,6 +58,11 @@ def cut_batch(batch: Batch, mesh: Mesh, *, pad_token_id: int, multiple: int = 1,
     filling = _padding_lengths(borders, length)
     for size in filling:
         borders.append(borders[-1] + size)
+    prefixes = batch.prefixes
+    if prefixes is not None:
+        if mesh["cp"]:
+            raise ValueError("the prompts of units must be written out where ranks share a row")
+        prefixes = [*prefixes, *[(0, 0)] * len(filling)]
     fill = batch.input_ids.new_full((length - tokens,), pad_token_id)
     counted = [torch.arange(size, device=fill.device) for size in filling]
     input_ids = torch.cat([batch.input_ids.flatten(), fill])
@@ -83,7 +89,15 @@ def cut_batch(batch: Batch, mesh: Mesh, *, pad_token_id: int, multiple: int = 1,
         target_weights=batch.target_weights[kept],
         refs=batch.refs,
         num_tokens=int(real[mine].sum()),
+        prefixes=prefixes,
+        sequences=_cut_sequences(batch.sequences, kept, counted=mesh["cp"].rank == 0),
+        facts={name: fact[kept] for name, fact in batch.facts.items()},
     )
+
+
+def _cut_sequences(sequences: Sequences | None, kept: torch.Tensor, *, counted: bool) -> Sequences | None:
+    """All sequences, with the targets that this rank has; one rank of those that share the row counts them."""
+    return None if sequences is None else replace(sequences, target=sequences.target[kept], counted=counted)
 
 
 def share_index(length: int, mesh: Mesh) -> torch.Tensor:

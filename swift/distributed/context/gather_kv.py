@@ -18,7 +18,7 @@ from swift.distributed.context.kernels import Inputs, Running, Scores, attend, a
 from swift.distributed.context.ring import sink_gradient
 from swift.distributed.context.tiles import Tile
 from swift.distributed.mesh import Axis
-from swift.models.attention import masked_attention
+from swift.models.attention_segment import masked_attention
 
 
 def gather_row(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:

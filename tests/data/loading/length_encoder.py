@@ -16,6 +16,7 @@ class Example:
     input_ids: np.ndarray
     loss_weights: np.ndarray
     truncated: int = 0
+    notes: np.ndarray | None = None
 
 
 @dataclass

@@ -13,8 +13,9 @@ from length_encoder import LengthEncoder
 
 from swift.core.errors import DataError
 from swift.data.files import DataFile, stamp_of
+from swift.data.loading.batch import Layout
 from swift.data.loading.flow import FileFlow, Reading, StoredFlow
-from swift.data.loading.loader import Layout, Outlook
+from swift.data.loading.loader import Outlook
 from swift.data.loading.mixer import ShareSchedule
 from swift.data.loading.mixture import ONCE, Documents, Mixture
 from swift.data.loading.stream_intake import FileIntake, StoredIntake
@@ -24,6 +25,7 @@ from swift.data.loading.stream_task import StreamTask
 from swift.data.pipeline import Workers
 from swift.data.rows import RowRef
 from swift.data.shapes import RowOptions
+from swift.data.units import NO_NOTES
 
 UNKNOWN = Outlook(None, False, None, None, None)
 
@@ -160,6 +162,9 @@ class Prepared:
 
     def __len__(self):
         return len(self.lengths)
+
+    def notes(self, index: int) -> np.ndarray:
+        return NO_NOTES
 
     def tokens(self, index):
         n = int(self.lengths[index])

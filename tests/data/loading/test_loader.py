@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from swift.data.loading.loader import Layout, TrainLoader, collate, evaluation_batches
+from swift.data.loading.batch import Layout, collate
+from swift.data.loading.loader import TrainLoader, evaluation_batches
 from swift.data.rows import RowRef
+from swift.data.units import NO_NOTES
 
 
 class FakeExamples:
@@ -18,6 +20,9 @@ class FakeExamples:
 
     def __len__(self):
         return len(self.lengths)
+
+    def notes(self, index: int) -> np.ndarray:
+        return NO_NOTES
 
     def tokens(self, index):
         n = int(self.lengths[index])

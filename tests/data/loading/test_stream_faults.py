@@ -8,7 +8,7 @@ import pytest
 from streams import Ranks, Setup, steps_of, write_shards
 
 from swift.core.errors import DataError
-from swift.data.loading.loader import Layout
+from swift.data.loading.batch import Layout
 from swift.data.loading.train_set import difficulty_bins
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from streams import Setup, steps_of, write_shards
 
-from swift.data.loading.loader import Layout
+from swift.data.loading.batch import Layout
 from swift.data.loading.mixer import ShareSchedule
 from swift.data.loading.mixture import ALL, FIRST, ONCE, Mixture
 
@@ -171,5 +171,5 @@ def test_an_example_that_waits_holds_no_others(sources):
     loader = setup_for("stream", False, sources, True).loader()
     loader.next_step()
     waiting = [item for _, row in loader._open.rows() for item in row]
-    assert waiting and all(array.base is None for item in waiting for array in item.tokens())
+    assert waiting and all(array.base is None for item in waiting for array in item.tokens()[:2])
     loader.close()

@@ -12,8 +12,9 @@ from streams import Prepared, write_shards
 from swift.config.data import DataConfig, TemplateConfig
 from swift.core.errors import DataError, UsageError
 from swift.data.loading import streaming
+from swift.data.loading.batch import Layout
 from swift.data.loading.flow import StoredFlow
-from swift.data.loading.loader import Layout, TrainLoader
+from swift.data.loading.loader import TrainLoader
 from swift.data.loading.mixer import ShareSchedule
 from swift.data.loading.mixture import ALL, FIRST, ONCE, Documents, Mixture
 from swift.data.loading.streaming import open_stream

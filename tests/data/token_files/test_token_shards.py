@@ -140,6 +140,7 @@ def test_rows_that_became_several_examples(tmp_path: Path) -> None:
 def test_rows_numbered_by_their_byte(tmp_path: Path) -> None:
     class Encoded:
         input_ids, loss_weights = np.array([1, 2], np.int32), np.array([0, 1], np.float32)
+        notes = None
 
     refs = [RowRef("a.jsonl", 0, by_offset=True), RowRef("a.jsonl", 77, by_offset=True), RowRef("a.jsonl", 77)]
     memory = TokenDataset.from_encoded((Encoded(), ref) for ref in refs)
