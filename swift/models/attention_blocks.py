@@ -1,4 +1,4 @@
-"""Causal attention over one example of middling length, as batched products; for CPUs.
+"""Causal attention over one example of middling length, or after keys that all see, as batched products; for CPUs.
 
 PyTorch's flash kernel reaches 40 GFLOP/s where products reach 100. Here the queries go in blocks: all scores of a block
 are taken at once, and in the backward pass again, from the log-sum-exp of the forward pass (Dao et al., arXiv
@@ -29,10 +29,11 @@ def blocked_forward(
     """Attention's output [heads, tokens, head_dim] and the log-sum-exp of the scaled scores [heads, tokens].
 
     Args:
-        query: [heads, tokens, head_dim]; key, value: [kv_heads, tokens, head_dim].
+        query: [heads, tokens, head_dim], of the last tokens of the example.
+        key, value: [kv_heads, shared + tokens, head_dim]; all queries see the first `shared`.
     """
     heads, tokens, head_dim = query.shape
-    kv_heads = key.shape[0]
+    kv_heads, shared = key.shape[0], key.shape[1] - tokens
     group = heads // kv_heads
     key, value = key.contiguous(), value.contiguous()
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -40,14 +41,15 @@ def blocked_forward(
     future = _future(query.device)
     for start in range(0, tokens, BLOCK):
         end = min(start + BLOCK, tokens)
-        size = end - start
-        weights = torch.bmm(_fold(query, kv_heads, start, end) * scale, key[:, :end].mT)
-        weights.view(kv_heads, group, size, end)[..., start:].masked_fill_(future[:size, :size], float("-inf"))
+        size, seen = end - start, shared + end
+        weights = torch.bmm(_fold(query, kv_heads, start, end) * scale, key[:, :seen].mT)
+        own = weights.view(kv_heads, group, size, seen)[..., shared + start :]
+        own.masked_fill_(future[:size, :size], float("-inf"))
         peak = weights.amax(2)
         torch.softmax(weights, 2, out=weights)
         # the largest weight is exp(peak - log-sum-exp), and never a small number
         logsumexp[:, start:end] = (peak - weights.amax(2).log()).view(heads, size)
-        output[:, start:end] = torch.bmm(weights, value[:, :end]).view(heads, size, head_dim)
+        output[:, start:end] = torch.bmm(weights, value[:, :seen]).view(heads, size, head_dim)
     return output, logsumexp
 
 
@@ -62,12 +64,12 @@ def blocked_backward(
 
     Args:
         grad, output: [heads, tokens, head_dim], of the attention's output.
-        inputs: query [heads, tokens, head_dim]; key, value [kv_heads, tokens, head_dim].
+        inputs: query [heads, tokens, head_dim]; key, value [kv_heads, shared + tokens, head_dim].
         logsumexp: [heads, tokens], of the scaled scores.
     """
     query, key, value = inputs
     heads, tokens, head_dim = query.shape
-    kv_heads = key.shape[0]
+    kv_heads, shared = key.shape[0], key.shape[1] - tokens
     group = heads // kv_heads
     key, value = key.contiguous(), value.contiguous()
     grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -76,16 +78,17 @@ def blocked_backward(
     future = _future(query.device)
     for start in range(0, tokens, BLOCK):
         end = min(start + BLOCK, tokens)
-        size = end - start
+        size, seen = end - start, shared + end
         queries, grads = (_fold(t, kv_heads, start, end) for t in (query, grad))
         lse, correction = (_fold(t[..., None], kv_heads, start, end) for t in (logsumexp, delta))
-        keys, values = key[:, :end], value[:, :end]
+        keys, values = key[:, :seen], value[:, :seen]
         weights = torch.baddbmm(lse, queries, keys.mT, beta=-1, alpha=scale).exp_()
-        weights.view(kv_heads, group, size, end)[..., start:].masked_fill_(future[:size, :size], 0.0)
-        grad_value[:, :end].baddbmm_(weights.mT, grads)
+        own = weights.view(kv_heads, group, size, seen)[..., shared + start :]
+        own.masked_fill_(future[:size, :size], 0.0)
+        grad_value[:, :seen].baddbmm_(weights.mT, grads)
         grad_scores = torch.baddbmm(correction, grads, values.mT, beta=-1).mul_(weights)
         grad_query[:, start:end] = torch.bmm(grad_scores, keys).mul_(scale).view(heads, size, head_dim)
-        grad_key[:, :end].baddbmm_(grad_scores.mT, queries, alpha=scale)
+        grad_key[:, :seen].baddbmm_(grad_scores.mT, queries, alpha=scale)
     return grad_query, grad_key, grad_value
 
 
