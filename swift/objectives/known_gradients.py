@@ -23,14 +23,18 @@ class _Known(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         gradient, ctx.gradient = ctx.gradient, None
+        factor = grad.reshape(grad.shape + (1,) * (gradient.ndim - grad.ndim))
         # in the loss's own precision: the factor is 1 / (target tokens), and half precision would round it
-        return gradient.to(grad.dtype).mul_(grad).to(ctx.dtype), None, None
+        return gradient.to(grad.dtype).mul_(factor).to(ctx.dtype), None, None
 
 
 def with_gradients(
     loss: torch.Tensor, inputs: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
 ) -> torch.Tensor:
-    """`loss`, a scalar, with these gradients with respect to `inputs`; None for inputs that need none.
+    """`loss` with these gradients with respect to `inputs`; None for inputs that need none.
+
+    `loss` is a scalar, or [n] where each element depends on the same row of its one input alone: the gradient's row is
+    then that of the element.
 
     The gradients' memory is used for the result of the backward pass.
     """

@@ -35,7 +35,7 @@ class _Part(NamedTuple):
     chunk: int
 
 
-class _Summary(NamedTuple):
+class PartSummary(NamedTuple):
     """Over the whole vocabulary, [tokens] each."""
 
     logsumexp: torch.Tensor
@@ -65,15 +65,10 @@ def vocab_parallel_cross_entropy(
     """
     module, axis = head.module, head.axis
     assert axis is not None
-    if not head.plain:
-        raise ModelError(
-            f"an output head of the kind {type(module).__name__} can't be cut over ranks",
-            where="--tensor_parallel_size",
-            fix="--tensor_parallel_size 1",
-        )
+    require_matrix(head)
     assert isinstance(module, torch.nn.Linear)  # what `plain` means
-    vocab_size, rows = module.weight.shape[0], -(-module.weight.shape[0] // axis.size)
-    part = _Part(axis, axis.rank * rows, vocab_size, head.scale, head.softcap, options, chunk)
+    vocab_size, start = module.weight.shape[0], first_row(module.weight.shape[0], axis)
+    part = _Part(axis, start, vocab_size, head.scale, head.softcap, options, chunk)
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     weight, bias = local_tensor(module.weight), None if module.bias is None else local_tensor(module.bias)
@@ -83,6 +78,25 @@ def vocab_parallel_cross_entropy(
         needs = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in inputs]
         sums, gradients = _fused(*inputs, (targets, weights), part, needs)
         return sums._replace(loss=with_gradients(sums.loss, inputs, gradients))
+
+
+def require_matrix(head: OutputHead) -> None:
+    """See that a head that is cut over ranks is a matrix and perhaps a bias.
+
+    Raises:
+        ModelError: it is more than that.
+    """
+    if not head.plain:
+        raise ModelError(
+            f"an output head of the kind {type(head.module).__name__} can't be cut over ranks",
+            where="--tensor_parallel_size",
+            fix="--tensor_parallel_size 1",
+        )
+
+
+def first_row(vocab_size: int, axis: Axis) -> int:
+    """The first token of this rank's part of the vocabulary."""
+    return axis.rank * -(-vocab_size // axis.size)
 
 
 @torch.no_grad()
@@ -116,7 +130,7 @@ def _fused(
         if part.softcap is not None:
             capped = torch.tanh(logits / part.softcap)
             logits = capped * part.softcap
-        summary, inside, own = _summarize(logits, targets[rows], part)
+        summary, inside, own = summarize_part(logits, targets[rows], part.axis, part.start, part.vocab_size)
         mean_logit = summary.mean_logit if part.options.smoothing else None
         chunk_sums, factor = weighted_sums(
             summary.logsumexp, summary.target_logit, mean_logit, token_weights[rows], part.options
@@ -144,22 +158,24 @@ def _fused(
     return LossSums(sums[0], sums[1], num_correct), [grad_hidden, grad_weight, grad_bias]
 
 
-def _summarize(logits: torch.Tensor, targets: torch.Tensor, part: _Part) -> tuple[_Summary, torch.Tensor, torch.Tensor]:
+def summarize_part(
+    logits: torch.Tensor, targets: torch.Tensor, axis: Axis, start: int, vocab_size: int
+) -> tuple[PartSummary, torch.Tensor, torch.Tensor]:
     """The summary of all ranks' logits [tokens, own vocab]; whether each target is this rank's, and its column here.
 
     The last two are [tokens, 1]; the column of another rank's target is 0.
     """
     peak, guess = logits.max(dim=1)
     total = (logits - peak[:, None]).exp_().sum(1)
-    own = (targets - part.start)[:, None]
+    own = (targets - start)[:, None]
     inside = (own >= 0) & (own < logits.shape[1])
     own = own.masked_fill(~inside, 0)
     target = logits.gather(1, own).masked_fill(~inside, 0.0)[:, 0]
     # a token's number is exact in fp32 below 2^24
-    numbers = torch.stack([peak, (guess + part.start).to(peak.dtype), total, target, logits.sum(1)])
-    peaks, guesses, totals, target_logits, logit_sums = all_gather(numbers[:, None], part.axis, 1).unbind(0)
+    numbers = torch.stack([peak, (guess + start).to(peak.dtype), total, target, logits.sum(1)])
+    peaks, guesses, totals, target_logits, logit_sums = all_gather(numbers[:, None], axis, 1).unbind(0)
     highest, rank = peaks.max(0)  # [ranks, tokens]
     logsumexp = (totals * (peaks - highest).exp()).sum(0).log() + highest
     first_guess = guesses.gather(0, rank[None])[0].long()
-    summary = _Summary(logsumexp, target_logits.sum(0), logit_sums.sum(0) / part.vocab_size, first_guess)
+    summary = PartSummary(logsumexp, target_logits.sum(0), logit_sums.sum(0) / vocab_size, first_guess)
     return summary, inside, own

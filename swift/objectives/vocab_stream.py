@@ -22,15 +22,16 @@ BLOCK = 4096
 
 
 class VocabSummary(NamedTuple):
-    """Of each token: log Σ exp z, z of the target, index of the largest z, and Σ softmax(z)_v W_v (None if not asked).
+    """Of each token: log Σ exp z, z of the target, index of the largest z, Σ softmax(z)_v W_v, log Σ softmax(z)_v².
 
-    Shapes: [tokens], [tokens], int64 [tokens], [tokens, hidden].
+    The last two are None if not asked for. Shapes: [tokens], [tokens], int64 [tokens], [tokens, hidden], [tokens].
     """
 
     logsumexp: torch.Tensor
     target_logit: torch.Tensor
     guess: torch.Tensor
     mean_row: torch.Tensor | None
+    log_collision: torch.Tensor | None = None
 
 
 def summarize_vocabulary(
@@ -41,19 +42,21 @@ def summarize_vocabulary(
     *,
     scale: float = 1.0,
     gradient: bool = True,
+    collision: bool = False,
 ) -> VocabSummary:
     """The summary of z = scale * (hidden matrixᵀ + bias). Runs without autograd.
 
     Args:
         hidden: fp32 or fp64 [tokens, hidden]; matrix: [vocab, hidden] and bias: [vocab], of the same dtype.
         targets: int64 [tokens].
-        gradient: whether `mean_row` is wanted, which costs as much again.
+        gradient: whether `mean_row` is wanted, which costs as much again; collision: whether `log_collision` is.
     """
     tokens = len(targets)
     peak = hidden.new_full((tokens, 1), float("-inf"))
     total, target_logit = hidden.new_zeros(tokens, 1), hidden.new_zeros(tokens, 1)
     guess = torch.zeros(tokens, 1, dtype=torch.int64, device=hidden.device)
     mean_row = torch.zeros_like(hidden) if gradient else None
+    squares = hidden.new_zeros(tokens, 1) if collision else None
     for start in range(0, len(matrix), BLOCK):
         rows = matrix[start : start + BLOCK]
         logits = times_transposed(hidden, rows)
@@ -73,6 +76,9 @@ def summarize_vocabulary(
         total.mul_(shrink).add_(powers.sum(dim=1, keepdim=True))
         if mean_row is not None:
             mean_row.mul_(shrink).add_(times(powers, rows))
+        if squares is not None:
+            squares.mul_(shrink * shrink).add_(powers.square_().sum(dim=1, keepdim=True))
     if mean_row is not None:
         mean_row.div_(total)
-    return VocabSummary((total.log() + peak)[:, 0], target_logit[:, 0], guess[:, 0], mean_row)
+    log_collision = None if squares is None else (squares.log() - 2 * total.log())[:, 0]
+    return VocabSummary((total.log() + peak)[:, 0], target_logit[:, 0], guess[:, 0], mean_row, log_collision)
