@@ -213,6 +213,21 @@ def test_the_formula_in_half_precision():
     compare(output, ours, formula(*theirs, LONG, 0.3), theirs, 8e-3)
 
 
+def test_gradients_of_many_parts_are_added_up_in_single_precision():
+    """Sums of as many equal numbers in half a type's digits would stop growing."""
+    shapes = ((4, (2,) * 300),)
+    ours = tensors(shapes, (2, 2), torch.bfloat16)
+    theirs = [t.detach().double().requires_grad_() for t in ours]
+    borders, prefixes, _ = lay_out(shapes)
+    output, _ = PrefixAttentionFunction.apply(
+        *ours, *(torch.tensor(t, dtype=torch.int32) for t in (borders, prefixes)), 0.01
+    )
+    output.sum().backward()
+    formula(*theirs, shapes, 0.01).sum().backward()
+    mine, expected = ours[2].grad[:, :, :4].double(), theirs[2].grad[:, :, :4]
+    assert ((mine - expected).norm() / expected.norm()).item() < 4e-3
+
+
 @pytest.mark.parametrize("window", [1, 6, 41, 60])
 def test_a_window_counts_the_tokens_of_the_sequence(window):
     ours = tensors(LONG, (4, 2))
