@@ -402,6 +402,8 @@ def _add_adapter(model: nn.Module, name: str, config: peft.PeftConfig) -> PeftMo
             added = peft.get_peft_model(model, config, adapter_name=name)
             assert isinstance(added, PeftModel)  # peft.PeftMixedModel only comes when asked for
             wrapped = added
+    if getattr(config, "modules_to_save", None):  # peft adds the usual names of heads, each time it sees the settings
+        config.modules_to_save = list(dict.fromkeys(config.modules_to_save))  # type: ignore[attr-defined]
     if splits:
         remember_split(wrapped, name, Split(settings, initial_factors(adapter_state_dict(wrapped, name))))
     return wrapped

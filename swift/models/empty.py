@@ -11,24 +11,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from swift.config.model import ModelConfig
 from swift.core.errors import ModelError, UsageError
+from swift.models.hub import weight_files
+from swift.models.kinds import CAUSAL_LM, Task, make_empty, may_be_fresh, note_fresh, settle_task
 from swift.models.loading import NEW_TOKEN_IDS, load_configuration, load_errors, load_tokenizer, usual_attention
 from swift.models.quiet import quiet_transformers
+from swift.models.stored import open_weights
 
 
 def build_empty_model(
-    path: Path | str, config: ModelConfig, *, dtype: torch.dtype, attn_implementation: str | None = None
+    path: Path | str,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str | None = None,
+    task: Task = CAUSAL_LM,
 ) -> PreTrainedModel:
-    """The causal language model of a folder on the meta device, in evaluation mode.
+    """The model of a folder on the meta device, in evaluation mode.
 
     Args:
         path: folder with config.json.
         config: `rope_scaling`, `max_model_len`, `new_special_tokens`, `model_type`, `trust_remote_code` are read.
         dtype: of the weights that it will get.
         attn_implementation: a name that transformers' attention interface knows; default: `usual_attention`.
+        task: what the model is for; `fresh_parameters` names what a folder with weights lacks of its head.
 
     Raises:
         ModelError: an architecture that isn't known, or settings that don't fit it.
@@ -41,14 +50,20 @@ def build_empty_model(
             f"the weights in {path} are quantized, and a model that is spread over processes needs plain ones",
             fix="train it without sharding, or start from the model that was quantized",
         )
+    task = settle_task(model_config, task, path)
     with load_errors(path, "model"), quiet_transformers(), torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(
+        model: Any = make_empty(
             model_config,
+            task,
             dtype=dtype,
             attn_implementation=attn_implementation or usual_attention(model_config),
             trust_remote_code=config.trust_remote_code,
         )
     _keep_precision(model, dtype)
+    if task.has_labels and weight_files(path):
+        with open_weights(path, model) as weights:
+            missing = set(model.state_dict()) - set(weights.tensors)
+        note_fresh(model, [name for name in missing if may_be_fresh(model, name)])
     _read_generation_settings(model, path)
     model.name_or_path = model_config._name_or_path = str(path)
     if config.new_special_tokens:

@@ -30,9 +30,10 @@ from swift.core.errors import ModelError, UsageError
 from swift.distributed.pieces import pieces_of
 from swift.distributed.spread import local_tensor
 from swift.models.empty import build_empty_model
+from swift.models.kinds import CAUSAL_LM, Task, draw_fresh, may_be_fresh, note_fresh
 from swift.models.loading import check_loaded
 from swift.models.prepare import seed_everything
-from swift.models.stored import Stored, open_tensors, open_weights
+from swift.models.stored import Converted, Stored, open_tensors, open_weights
 from swift.models.tuners import apply_tuner
 
 BLOCK_BYTES = 64 << 20
@@ -48,8 +49,9 @@ class Start:
     Attributes:
         path: folder with the weights.
         model: the settings that the model was built with, `adapters` among them.
-        tuner: what is trained; seed: of new adapters.
+        tuner: what is trained; seed: of new adapters and of a new head.
         dtype: of the frozen or fully trained weights; new adapters are drawn in it, as peft does.
+        task: what the model is for.
     """
 
     path: Path
@@ -57,6 +59,7 @@ class Start:
     tuner: TunerConfig
     seed: int
     dtype: torch.dtype
+    task: Task = CAUSAL_LM
 
 
 @torch.no_grad()
@@ -77,21 +80,25 @@ def fill_model(module: nn.Module, causal_lm: PreTrainedModel, start: Start, *, d
         UsageError: an adapter whose start depends on the base weights.
     """
     allocate(module, torch.device(device))
-    whole = build_empty_model(start.path, start.model, dtype=start.dtype, attn_implementation="eager")
-    read_weights(causal_lm, start.path, whole)
+    whole = build_empty_model(start.path, start.model, dtype=start.dtype, attn_implementation="eager", task=start.task)
+    read_weights(causal_lm, start.path, whole, seed=start.seed)
     if start.tuner.tuner_type != "full":
         _fill_adapters(causal_lm, whole, start)
     _fill_buffers(causal_lm)
 
 
 @torch.no_grad()
-def read_weights(causal_lm: PreTrainedModel, path: Path, whole: PreTrainedModel) -> None:
+def read_weights(causal_lm: PreTrainedModel, path: Path, whole: PreTrainedModel, *, seed: int | None = None) -> None:
     """Read this process's part of every weight (not of adapters) into the memory of `causal_lm`.
 
     Args:
         whole: the same model without adapters, uncut, on the meta device.
+        seed: of a head that the checkpoint may lack; None: it must hold everything.
     """
     with open_weights(path, whole) as weights:
+        fresh = _fresh(whole, weights.tensors, seed) if seed is not None else {}
+        weights.tensors |= fresh
+        note_fresh(causal_lm, list(fresh))
         _check(path, whole, weights.tensors, weights.unexpected)
         tied = whole.all_tied_weights_keys
         for target, source in tied.items():
@@ -104,6 +111,17 @@ def read_weights(causal_lm: PreTrainedModel, path: Path, whole: PreTrainedModel)
             if source in weights.tensors:
                 for tensor in tensors:
                     copy_pieces(weights.tensors[source], tensor)
+
+
+def _fresh(whole: PreTrainedModel, stored: dict[str, Stored], seed: int) -> dict[str, Stored]:
+    """What `load_model` draws for the parameters of a new head, rounded as it is there."""
+
+    def of(name: str, tensor: torch.Tensor) -> Stored:
+        shape = tuple(tensor.shape)
+        return Converted(lambda: draw_fresh(name, shape, whole.config, seed).to(tensor.dtype), shape)
+
+    missing = {name: t for name, t in whole.state_dict().items() if name not in stored and may_be_fresh(whole, name)}
+    return {name: of(name, tensor) for name, tensor in missing.items()}
 
 
 def copy_pieces(stored: Stored, tensor: torch.Tensor) -> None:

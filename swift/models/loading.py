@@ -1,6 +1,7 @@
 """Tokenizer and model from a folder that `resolve_model` found. Quiet, strict, and without network.
 
-Strict means: a weight that the checkpoint lacks is an error that names it, never a random tensor.
+Strict means: a weight that the checkpoint lacks is an error that names it, never a random tensor. The one exception is
+the head of a new classifier, which no checkpoint has: it is drawn from a seed, and the model knows that it was.
 """
 
 from __future__ import annotations
@@ -15,6 +16,17 @@ from swift.config.model import ModelConfig
 from swift.core.errors import ModelError, did_you_mean
 from swift.core.logging import get_logger
 from swift.models.hub import TOKENIZER_FILES, check_model_source, resolve_model
+from swift.models.kinds import (
+    CAUSAL_LM,
+    Task,
+    draw_fresh,
+    mark,
+    may_be_fresh,
+    model_class,
+    name_padding,
+    note_fresh,
+    settle_task,
+)
 from swift.models.quiet import quiet_transformers
 
 if TYPE_CHECKING:
@@ -105,8 +117,10 @@ def load_model(
     attn_implementation: str | None = None,
     device: str | torch.device = "cpu",
     tokenizer: PreTrainedTokenizerBase | None = None,
+    task: Task = CAUSAL_LM,
+    seed: int = 0,
 ) -> PreTrainedModel:
-    """The causal language model in `path`, ready to be tuned or run, in evaluation mode.
+    """The model in `path`, ready to be tuned or run, in evaluation mode.
 
     Args:
         path: folder with config.json and weights.
@@ -116,19 +130,22 @@ def load_model(
         device: where the weights go.
         tokenizer: the tokenizer in use; the embeddings grow if it has more tokens than they have rows. When None and
             `new_special_tokens` are given, the folder's own tokenizer with those tokens.
+        task: what the model is for; the loaded model's `task_of` is this one, completed by what the checkpoint says.
+        seed: of a head that the checkpoint doesn't hold; `fresh_parameters` names what was drawn.
 
     Raises:
-        ModelError: weights that are missing, damaged or of the wrong shape, or an architecture that isn't known.
+        ModelError: weights that are missing, damaged or of the wrong shape, an architecture that isn't known, or a head
+            for another number of labels.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     path = Path(path)
     if tokenizer is None and config.new_special_tokens:
         tokenizer = load_tokenizer(path, config)
     model_config = load_configuration(path, config)
+    task = settle_task(model_config, task, path)
     with load_errors(path, "model"), quiet_transformers():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = model_class(model_config, task.kind).from_pretrained(
             str(path),
             config=model_config,
             dtype=dtype,
@@ -138,17 +155,33 @@ def load_model(
             output_loading_info=True,
         )
     model, info = loaded
+    mark(model, task)
+    missing = set(info["missing_keys"]) & set(model.state_dict())  # an embedding model's pooler is gone by now
+    info["missing_keys"] = missing - set(_draw_missing(model, missing, seed))
     check_loaded(path, info)
     if tokenizer is not None:
         grow_embeddings(model, tokenizer)
+        name_padding(model, tokenizer.pad_token_id)
     return model.to(torch.device(device)).eval()
+
+
+def _draw_missing(model: PreTrainedModel, missing: Iterable[str], seed: int) -> list[str]:
+    """Give the parameters of a head that no checkpoint holds their first numbers; returns their names."""
+    fresh = sorted(name for name in missing if may_be_fresh(model, name))
+    for name in fresh:
+        parameter = model.get_parameter(name)
+        parameter.data.copy_(draw_fresh(name, parameter.shape, model.config, seed))
+    note_fresh(model, fresh)
+    return fresh
 
 
 def usual_attention(model_config: PreTrainedConfig) -> str:
     """`sdpa`, or `eager` for a model class that doesn't have it (Gemma 2's soft caps, Mamba)."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
     known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    if known is None:
+        known = MODEL_MAPPING.get(type(model_config), None)
     return "eager" if known is not None and not known._supports_sdpa else "sdpa"
 
 
@@ -381,5 +414,6 @@ def check_loaded(path: Path, info: dict[str, Any]) -> None:
         hint = f"; it holds unknown ones instead, such as {unexpected[0]}" if unexpected else ""
         raise ModelError(
             f"the model in {path} {kind}: {shown}{hint}",
-            fix="copy or download it again; an adapter goes to --adapters, a classifier or encoder can't be used here",
+            fix="copy or download it again; an adapter goes to --adapters, and a classifier or encoder has no head "
+            "that predicts tokens",
         )

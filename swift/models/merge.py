@@ -3,7 +3,7 @@
 In three steps: in memory, in float32, every logit must agree, which shows that the merge is the same function; the
 files are read back and must give what was written; and rounding to a half precision, if that is what is stored, may
 move the logits a little on the whole (single logits move by a tenth of the spread, with any bf16 model). A folder
-appears only if all hold.
+appears only if all hold. Of a classifier, the scores at every token are compared; of an embedding model, the states.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 from torch import nn
@@ -26,7 +27,9 @@ from swift.config.model import ModelConfig
 from swift.core.errors import ModelError, UsageError
 from swift.core.files import disk_errors, fsync_dir, fsync_tree, is_disk_fault, require_space
 from swift.models.adapters import Swift, read_adapter_config
+from swift.models.head import find_decoder, find_head
 from swift.models.hub import TOKENIZER_FILES, check_model_folder, is_adapter_folder
+from swift.models.kinds import CAUSAL_LM, Task, read_task, task_of, write_task
 from swift.models.loading import load_model, load_tokenizer
 from swift.models.quiet import quiet_transformers
 from swift.models.smollm2 import readable
@@ -107,7 +110,9 @@ def merge_adapter(
     has_tokenizer = any((adapter / name).is_file() for name in TOKENIZER_FILES)
     tokenizer = load_tokenizer(adapter if has_tokenizer else base, model_config)
     dtype = _stored_dtype(base, model_config)
-    model: Any = load_model(base, model_config, dtype=torch.float32, tokenizer=tokenizer)
+    task = read_task(adapter) or CAUSAL_LM
+    model: Any = load_model(base, model_config, dtype=torch.float32, tokenizer=tokenizer, task=task)
+    task = task_of(model)
     require_space(output, sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize)
     model = Swift.from_pretrained(model, adapter)
     probes = probe_tokens(tokenizer, model.get_base_model().get_input_embeddings().weight.shape[0])
@@ -121,10 +126,11 @@ def merge_adapter(
     aside = output.with_name(f".{output.name}.merging-{os.getpid()}")
     try:
         _write(model, tokenizer, base, aside, merge_config.max_shard_size)
+        write_task(aside, task)
         for file in extra_files:
             shutil.copyfile(file, aside / file.name)
         del model  # two models in memory at most
-        answers = probe_logits(_read_back(aside, model_config, dtype), probes)
+        answers = probe_logits(_read_back(aside, model_config, dtype, task), probes)
         _require(compare(rounded, answers), FP32_TOLERANCE, "the files as read back", "the model that was written")
         written = compare(expected, answers)
         _require(written, tolerance, f"the model in {dtype}", by_rms=dtype != torch.float32)
@@ -141,7 +147,7 @@ def merge_checked(
     """Merge the active adapters in memory and compare the logits before and after.
 
     Args:
-        model: a causal language model wrapped with adapters; used up.
+        model: a model wrapped with adapters; used up.
         probes: token sequences, as from `probe_tokens`.
         expected: logits of the unmerged model on them, if they are known already.
         tolerance: largest `Agreement.relative` allowed.
@@ -172,13 +178,19 @@ def probe_tokens(tokenizer: Any, vocab_size: int) -> list[list[int]]:
 
 @torch.no_grad()
 def probe_logits(model: Any, probes: list[list[int]]) -> list[torch.Tensor]:
-    """Logits [tokens, vocab] in float32 for each sequence on its own, in evaluation mode."""
+    """Logits [tokens, vocab] in float32 for each sequence on its own, in evaluation mode.
+
+    Of a classifier, [tokens, labels]; of an embedding model, hidden states.
+    """
     model.eval()
     device = next(model.parameters()).device
-    return [
-        model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits[0].float().cpu()
-        for tokens in probes
-    ]
+    inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    rows = (torch.tensor([tokens], device=device) for tokens in probes)
+    if task_of(inner).kind == "causal_lm":
+        return [model(input_ids=row, use_cache=False).logits[0].float().cpu() for row in rows]
+    decoder, head = find_decoder(inner), find_head(inner)
+    states = (decoder(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows)
+    return [head.logits(state).float().cpu() for state in states]
 
 
 def compare(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> Agreement:
@@ -283,10 +295,10 @@ def _write(model: Any, tokenizer: Any, base: Path, folder: Path, max_shard_size:
     readable(folder)
 
 
-def _read_back(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
+def _read_back(folder: Path, config: ModelConfig, dtype: torch.dtype, task: Task) -> Any:
     plain = ModelConfig(trust_remote_code=config.trust_remote_code)
     # in float32, so that the comparison sees the rounding of the weights and not that of the arithmetic
-    return load_model(check_model_folder(folder), plain, dtype=dtype).float()
+    return load_model(check_model_folder(folder), plain, dtype=dtype, task=task).float()
 
 
 def _check_output(base: Path, adapter: Path, output: Path, exist_ok: bool) -> None:

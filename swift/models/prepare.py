@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from swift.core.errors import ModelError, UsageError
 from swift.models.attention import VARLEN, prove_varlen, varlen_unsupported_reason
 from swift.models.head import find_decoder
+from swift.models.kinds import task_of
 
 
 def choose_attention(
@@ -75,8 +76,13 @@ def _own(model: PreTrainedModel) -> str:
 
 
 def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
-    """The list of a decoder's layers: its largest `ModuleList` that isn't inside another."""
+    """The list of a decoder's layers: its largest `ModuleList` that isn't inside another.
+
+    An encoder may have it one level deeper (`bert.encoder.layer`).
+    """
     lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
+    if not lists:
+        lists = [part for child in decoder.children() for part in child.children() if isinstance(part, nn.ModuleList)]
     if not lists:
         raise ModelError(f"{type(decoder).__name__} has no list of layers", fix="leave --torch_compile out")
     return max(lists, key=len)
@@ -102,7 +108,12 @@ def enable_checkpointing(model: PreTrainedModel) -> None:
 
 
 def fix_ends(model: PreTrainedModel, stop_token_ids: list[int]) -> None:
-    """Let generation stop at the ends the template trains: a base model tuned on chats would else never stop."""
+    """Let generation stop at the ends the template trains: a base model tuned on chats would else never stop.
+
+    Nothing happens to a model that doesn't generate.
+    """
+    if task_of(model).kind != "causal_lm":
+        return
     known = model.generation_config.eos_token_id
     known = [] if known is None else [known] if isinstance(known, int) else list(known)
     ends = list(dict.fromkeys([*stop_token_ids, *known]))
@@ -121,3 +132,13 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def without_dropout(module: torch.nn.Module) -> None:
+    """Switch all dropout off for good, that of attention too."""
+    for part in module.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+        for name in ("attention_dropout", "dropout", "hidden_dropout"):
+            if isinstance(getattr(part, name, None), float):
+                setattr(part, name, 0.0)

@@ -11,9 +11,10 @@ import copy
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from swift.models.head import find_decoder, find_head, prove_head
+from swift.models.kinds import CAUSAL_LM, Task, make_empty
 from swift.models.quiet import quiet_transformers
 
 _VOCABULARY = 256
@@ -46,8 +47,13 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return small
 
 
-def small_model(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def small_model(
+    config: PreTrainedConfig, *, trust_remote_code: bool = False, task: Task = CAUSAL_LM
+) -> PreTrainedModel:
     """A small random model like the one that `config` describes, in fp32 on the CPU, with its head proven.
+
+    Args:
+        task: settled: that of the large model, as `task_of` gives it.
 
     Raises:
         ModelError: what lies between the decoder and the logits isn't known here.
@@ -55,8 +61,8 @@ def small_model(config: PreTrainedConfig, *, trust_remote_code: bool = False) ->
     state = torch.get_rng_state()
     try:
         with quiet_transformers():
-            model: Any = AutoModelForCausalLM.from_config(
-                small_config(config), dtype=torch.float32, trust_remote_code=trust_remote_code
+            model: Any = make_empty(
+                small_config(config), task, dtype=torch.float32, trust_remote_code=trust_remote_code
             )
     finally:
         torch.set_rng_state(state)

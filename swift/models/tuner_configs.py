@@ -18,10 +18,17 @@ from torch import nn
 from swift.config.tuner import TunerConfig
 from swift.core.errors import ModelError, UsageError, nearest
 from swift.models.adapters import AdapterConfig
+from swift.models.kinds import fresh_parameters, head_parts, task_of
 from swift.models.loading import NEW_TOKEN_IDS
 
 _LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LORA_INITS = ("true", "false", "gaussian", "pissa", "pissa_niter_N", "olora", "orthogonal", "mica")
+_TASK_TYPES = {
+    "causal_lm": "CAUSAL_LM",
+    "seq_cls": "SEQ_CLS",
+    "token_cls": "TOKEN_CLS",
+    "embedding": "FEATURE_EXTRACTION",
+}
 _UNAVAILABLE_INITS = {
     "eva": "it needs activations of the training data before training",
     "corda": "it needs activations of the training data before training",
@@ -41,7 +48,7 @@ def adapter_config(model: nn.Module, config: TunerConfig, *, total_steps: int | 
     if config.tuner_type not in TUNERS:
         raise UsageError(f"there is no tuner {config.tuner_type!r}", where="--tuner_type", fix=", ".join(TUNERS))
     common: dict[str, Any] = {
-        "task_type": "CAUSAL_LM" if hasattr(model, "get_output_embeddings") else None,
+        "task_type": _TASK_TYPES[task_of(model).kind] if hasattr(model, "get_output_embeddings") else None,
         "target_modules": _targets(model, config),
         "modules_to_save": _modules_to_save(model, config),
     }
@@ -317,9 +324,14 @@ def _targets(model: nn.Module, config: TunerConfig) -> list[str] | str:
 
 
 def _modules_to_save(model: nn.Module, config: TunerConfig) -> list[str] | None:
+    """What is trained in full beside an adapter: as asked for, and a classifier's head, which is new."""
     for entry in config.modules_to_save:
         _require_module(model, entry, "--modules_to_save")
-    return list(config.modules_to_save) or None
+    names = list(config.modules_to_save)
+    if task_of(model).has_labels:
+        names += head_parts(model)  # type: ignore[arg-type] # a model with a task is one of Hugging Face's
+        names += ["pooler"] if any("pooler" in name.split(".") for name in fresh_parameters(model)) else []
+    return list(dict.fromkeys(names)) or None
 
 
 def _target_parameters(model: nn.Module, config: TunerConfig) -> list[str]:
@@ -353,9 +365,10 @@ def _full_names(model: nn.Module) -> list[str]:
 
 
 def _linear_names(model: nn.Module) -> list[str]:
-    """Full names of all linear layers but the output head."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    """Full names of all linear layers but those of the head."""
+    heads = head_parts(model).values() if hasattr(model, "get_output_embeddings") else ()  # type: ignore[arg-type]
+    inside = {part for head in heads for part in head.modules()}
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in inside]
 
 
 def _ends(name: str, entry: str) -> bool:

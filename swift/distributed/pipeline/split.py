@@ -2,8 +2,8 @@
 
 The Hugging Face tree stays: what a stage doesn't hold becomes an identity module, so that names, layer numbers and
 layer types are the whole model's, and its own `forward` runs everywhere. Stage 0 holds the embedding beside its layers,
-the last one the final norm and the head; rotary tables, which have no parameters, are everywhere. That is right as long
-as the decoder does nothing to hidden states outside of these modules, and `keep_stage` checks it.
+the last one the final norm and the head, of whatever kind; rotary tables, which have no parameters, are everywhere.
+That is right as long as the decoder does nothing to hidden states outside of these modules, and `keep_stage` checks it.
 
 Works on meta tensors and on models with adapters inside. Knows nothing of schedules, processes or losses.
 """
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from swift.core.errors import ModelError, UsageError
 from swift.models.head import find_decoder
+from swift.models.kinds import head_parts
 from swift.models.prepare import decoder_layers
 
 # What an embedding costs of the head of the same size: no product, but a gradient and an optimizer step.
@@ -58,7 +59,7 @@ def model_costs(causal_lm: PreTrainedModel) -> Costs:
     """Costs of a whole model, counted in its own modules (meta tensors will do)."""
     config = causal_lm.config.get_text_config()
     layers = tuple(_layer_cost(layer, config) for layer in _layers(causal_lm))
-    head = float(_num_parameters(causal_lm.get_output_embeddings()))
+    head = float(sum(map(_num_parameters, head_parts(causal_lm).values())))
     return Costs(layers, _EMBEDDING_SHARE * _num_parameters(causal_lm.get_input_embeddings()), head)
 
 
@@ -150,7 +151,7 @@ def keep_stage(whole: nn.Module, causal_lm: PreTrainedModel, plan: list[range], 
     """
     decoder = find_decoder(causal_lm)
     layers, embedding = _layers(causal_lm), causal_lm.get_input_embeddings()
-    head, norm = causal_lm.get_output_embeddings(), _final_norm(causal_lm, decoder)
+    heads, norm = list(head_parts(causal_lm).values()), _final_norm(causal_lm, decoder)
     inside = {id(parameter) for parameter in causal_lm.parameters()}
     outside = [name for name, p in whole.named_parameters() if p.requires_grad and id(p) not in inside]
     if outside:
@@ -161,7 +162,7 @@ def keep_stage(whole: nn.Module, causal_lm: PreTrainedModel, plan: list[range], 
     for number, layer in enumerate(layers):
         if number not in plan[stage]:
             layers[number] = _stand_in(layer)
-    gone = ([] if first else [embedding]) + ([] if last else [head] + ([norm] if norm is not None else []))
+    gone = ([] if first else [embedding]) + ([] if last else heads + ([norm] if norm is not None else []))
     gone += [] if first else [child for child in decoder.children() if isinstance(child, nn.Dropout)]
     for parent in list(causal_lm.modules()):
         for name, child in list(parent.named_children()):

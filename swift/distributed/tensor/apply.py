@@ -20,6 +20,7 @@ from swift.distributed.tensor.cut import Cutter
 from swift.distributed.tensor.plan import SHARDED_INSTEAD, Block, find_decoder, plan_blocks
 from swift.distributed.tensor.prove import prove_blocks, small_model
 from swift.distributed.tensor.sizes import check_tensor_parallel, vocabulary_share
+from swift.models.kinds import head_parts, task_of
 
 
 def apply_tensor_parallel(
@@ -28,8 +29,8 @@ def apply_tensor_parallel(
     """Cut `causal_lm` over the axis `tp` of the mesh; nothing happens where that has one rank.
 
     Afterwards the decoder's `last_hidden_state` is that of all tokens on every rank, and its gradient is the whole one.
-    The head is cut along the vocabulary: make it with `find_head(causal_lm, axis=mesh["tp"])`. Experts are left alone
-    where the mesh has an axis `ep`.
+    The head is cut along the vocabulary: make it with `find_head(causal_lm, axis=mesh["tp"])`. That of a classifier
+    stays whole on every rank, and so is its gradient. Experts are left alone where the mesh has an axis `ep`.
 
     Args:
         whole: the model with its adapters, whose parameter names `spread.partial` is given.
@@ -62,7 +63,8 @@ def apply_tensor_parallel(
 
 def _cut_vocabulary(causal_lm: PreTrainedModel, cutter: Cutter, sequence_parallel: bool) -> None:
     axis = cutter.axis
-    embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+    embedding = causal_lm.get_input_embeddings()
+    head = causal_lm.get_output_embeddings() if task_of(causal_lm).kind == "causal_lm" else None
     for module in inner_modules(embedding):
         if next(module.parameters(), None) is None:  # another stage of a pipeline has it
             continue
@@ -104,6 +106,7 @@ def _share_tokens(causal_lm: PreTrainedModel, blocks: list[Block], cutter: Cutte
                     cutter.whole(part, name)
                     known.add(id(parameter))
     known |= {id(new) for _, new in cutter.done.values()}
+    known |= {id(p) for part in head_parts(causal_lm).values() for p in part.parameters()}
     for name, parameter in causal_lm.named_parameters():
         if id(parameter) not in known:
             raise ModelError(
