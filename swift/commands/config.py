@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
 def _show(arguments: list[str]) -> int:
     command, rest = _take_command(arguments)
     if {"-h", "--help"} & set(rest):
-        usage = "usage: swift config show [FILE.yaml] [--command sft|pt|infer|merge-lora] [--flag value ...]"
+        usage = "usage: swift config show [FILE.yaml] [--command sft|pt|rlhf|infer|merge-lora] [--flag value ...]"
         raise HelpRequested(f"{usage}\n\nPrints {_ACTIONS['show']}.\nFlags: see `swift {command} --help`.\n")
     config_class = getattr(classes, COMMANDS[command].config or "")
     if command == "sft" and rest and rest[0].lower().endswith(CONFIG_SUFFIXES):
@@ -82,7 +82,7 @@ def _refuse_file_of_another_command(path: str) -> None:
     file = read_config_file(path)
     foreign: dict[str, list[str]] = {}
     for other in COMMANDS.values():
-        cls = getattr(classes, other.config) if other.config and other.name != "sft" else None
+        cls = getattr(classes, other.config) if other.config and other.name not in ("sft", "megatron rlhf") else None
         if cls is not None:
             given = given_in_file(file, group_spellings(cls), names_of(cls))
             extra = [item.name for item in given if item.name not in names_of(classes.SftConfig)]

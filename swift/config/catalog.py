@@ -34,13 +34,39 @@ _FLAGS = "[FILE.yaml] [--flag value ...]"
 COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
-        Command("sft", "sft", "SftConfig", "fine-tune a model on conversations", _FLAGS, "Train", True),
+        Command(
+            "sft",
+            "sft",
+            "SftConfig",
+            "fine-tune a model on conversations, or as a classifier, embedder or reranker",
+            _FLAGS,
+            "Train",
+            True,
+        ),
         Command("pt", "pt", "PtConfig", "go on pre-training a model on plain text", _FLAGS, "Train", True),
         Command("train", "sft", "SftConfig", "the same as sft", _FLAGS, "Train", True),
         Command(
             "megatron sft", "sft", "MegatronSftConfig", "the same as sft, full tuning by default", _FLAGS, "Train", True
         ),
         Command("megatron pt", "pt", "PtConfig", "the same as pt", _FLAGS, "Train", True),
+        Command(
+            "rlhf",
+            "rlhf",
+            "RlhfConfig",
+            "tune by preferences (dpo, kto, orpo, ...), train a reward model, or distil a teacher",
+            _FLAGS,
+            "Train",
+            True,
+        ),
+        Command(
+            "megatron rlhf",
+            "rlhf",
+            "MegatronRlhfConfig",
+            "the same as rlhf, full tuning by default",
+            _FLAGS,
+            "Train",
+            True,
+        ),
         Command("infer", "infer", "InferConfig", "talk to a model, or answer a file of prompts", _FLAGS, "Use", True),
         Command("merge-lora", "merge_lora", "MergeLoraConfig", "merge an adapter into its model", _FLAGS, "Use"),
         Command("export", "export", "ExportConfig", "write a data set as token shards", _FLAGS, "Use"),
@@ -62,12 +88,11 @@ COMMANDS: dict[str, Command] = {
 
 # commands that scripts written for ms-swift may call and that this version lacks -> what to do meanwhile
 LATER: dict[str, str] = {
-    "rlhf": "preference tuning and reinforcement learning are being built; `swift sft` trains on the chosen answers",
     "deploy": "the OpenAI-style server is being built; `swift infer` answers interactively or from a file",
     "eval": "benchmarks are being built; `swift sft --eval_steps N --val_dataset FILE` reports the evaluation loss",
     "app": "the chat page is being built; `swift infer` chats in the terminal",
     "web-ui": "the studio is being built; every run writes report.html meanwhile",
     "sample": "sampling with rewards is being built; `swift infer --val_dataset FILE` generates one answer a row",
     "rollout": "rollout servers come with reinforcement learning, which is being built",
-    "megatron": "`swift megatron sft` and `swift megatron pt` are there, on the engine of `swift sft` and `swift pt`",
+    "megatron": "`swift megatron sft`, `pt` and `rlhf` are there, on the engine of `swift sft`, `pt` and `rlhf`",
 }

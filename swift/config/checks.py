@@ -13,13 +13,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from swift.config.commands import PtConfig
 from swift.config.communication import communication_faults
 from swift.config.curriculum import read_curriculum
 from swift.config.files import CONFIG_NAME, what_is_there
 from swift.config.parallel_checks import parallel_faults
+from swift.config.preference_checks import PREFERENCE_RANGES, preference_faults
 from swift.config.resolve import Problem, raise_problems
 from swift.config.saved import DEEPSPEED_FOLDER, LATEST, MANIFEST, damage, latest_root, resume_folder
 from swift.config.schema import values_of
+from swift.config.task_checks import TASK_RANGES, task_faults
 from swift.core.errors import nearest
 from swift.core.logging import rank
 
@@ -76,6 +79,8 @@ _RANGES: dict[str, tuple[float, float | None, bool, bool]] = {
     "num_beams": (1, None, True, True),
     "max_batch_size": (1, None, True, True),
     "merge_tolerance": (0, None, False, True),
+    **PREFERENCE_RANGES,
+    **TASK_RANGES,
 }
 
 _LORA_ONLY = ("use_dora", "use_rslora", "lorap_lr_ratio")
@@ -123,6 +128,7 @@ class _Checker:
         self.places = places
         self.values = values_of(config)
         self.training = hasattr(config, "training")
+        self.plain_text = isinstance(config, PtConfig)
 
     def __getitem__(self, name: str) -> Any:
         return self.values.get(name)
@@ -149,6 +155,8 @@ class _Checker:
             yield from self.output()
             yield from communication_faults(self.values, self.fault)
             yield from parallel_faults(self.values, self.fault)
+            yield from preference_faults(self.values, self.fault)
+        yield from task_faults(self.values, self.fault, plain_text=self.plain_text)
         yield from self.generation()
         yield from self.merging()
 
@@ -380,7 +388,8 @@ class _Checker:
             elif strategy == "no" and name in ("load_best_model_at_end", "early_stop_interval"):
                 yield self.fault(f"{name} eval_strategy", f"{name} needs evaluation, and eval_strategy is no")
         metric = self["metric_for_best_model"]
-        if f"eval_{metric.removeprefix('eval_')}" not in _METRICS:
+        conversation = self["rlhf_type"] is None and self["task_type"] == "causal_lm"  # else the method has its own
+        if conversation and f"eval_{metric.removeprefix('eval_')}" not in _METRICS:
             close = nearest(metric, _METRICS)
             yield self.fault(
                 "metric_for_best_model",

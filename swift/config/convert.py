@@ -12,6 +12,7 @@ from typing import Any
 
 from swift.config import commands as classes
 from swift.config.conversion import Conversion
+from swift.config.convert_axolotl import METHODS as AXOLOTL_METHODS
 from swift.config.convert_axolotl import convert_axolotl
 from swift.config.convert_llamafactory import convert_llamafactory
 from swift.config.files import CONFIG_NAME, ConfigFile, read_config_file
@@ -64,7 +65,7 @@ def is_own_file(file: ConfigFile) -> bool:
     """Whether a file is one of ours: left behind by a run, or grouped as no other tool's files are."""
     if file.path.name == CONFIG_NAME:
         return True
-    for cls in (classes.SftConfig, classes.InferConfig, classes.MergeLoraConfig):
+    for cls in (classes.SftConfig, classes.RlhfConfig, classes.InferConfig, classes.MergeLoraConfig):
         groups, names = group_spellings(cls), names_of(cls)
         for key, members in file.data.items():
             if isinstance(members, dict) and key in groups:
@@ -111,12 +112,16 @@ def _command_of(tool: str, data: Mapping[str, Any]) -> str:
             return "merge-lora"
         if data.get("stage") is None and not data.get("do_train"):
             return "infer"
-        return "pt" if data.get("stage") == "pt" else "sft"
+        return {"pt": "pt", "dpo": "rlhf", "kto": "rlhf", "rm": "rlhf"}.get(str(data.get("stage")), "sft")
     if tool == "axolotl":
+        if data.get("rl") in AXOLOTL_METHODS or data.get("reward_model"):
+            return "rlhf"
         datasets = data.get("pretraining_dataset") or [
             d for d in data.get("datasets") or [] if isinstance(d, dict) and d.get("type") == "completion"
         ]
         return "pt" if datasets else "sft"
+    if data.get("rlhf_type"):
+        return "rlhf"
     return "pt" if data.get("use_chat_template") is False else "sft"
 
 
@@ -137,3 +142,23 @@ def convert_ms_swift(data: dict[str, Any], out: Conversion) -> None:
         out.set("template", "chatml")
     out.take_rest(flat)
     out.default("strict", False, "ms-swift")
+    _ms_swift_methods(out)
+    _ms_swift_environment(out)
+
+
+def _ms_swift_methods(out: Conversion) -> None:
+    """What it takes for methods where nothing is said, and we take otherwise."""
+    method = out.values.get("rlhf_type", "dpo") if out.command == "rlhf" else None
+    if method == "simpo":
+        out.default("cpo_alpha", 1.0, "ms-swift")
+    if method == "gkd":
+        out.default("distill_temperature", out.values.get("temperature", 0.9), "ms-swift")
+        if "gkd_logits_topk" in out.values:
+            out.default("topk_tail", "renormalise", "ms-swift")
+
+
+def _ms_swift_environment(out: Conversion) -> None:
+    """Settings that it reads from environment variables."""
+    for name in ("MAX_POSITIVE_SAMPLES", "MAX_NEGATIVE_SAMPLES", *(n for n in out.env if n.startswith("INFONCE_"))):
+        if name in out.env and name.lower() in out.settings:
+            out.set(name.lower(), out.env.pop(name), key=name)

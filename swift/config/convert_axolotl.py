@@ -54,7 +54,8 @@ _LOST = by_reason(
         "TensorBoard files are written": "wandb_* use_wandb mlflow_* use_mlflow comet_* use_comet",
         "upload the folder yourself": "hub_* push_dataset_to_hub",
         "plug-ins are being built": "plugins",
-        "preference tuning and reinforcement learning are being built": "rl rl_beta trl reward_model kto_* orpo_*",
+        "reinforcement learning is being built": "trl process_reward_model",
+        "its method doesn't read it": "rl_beta kto_* orpo_* dpo_* simpo_* cpo_* rpo_alpha",
         "the tokenizer's own are kept; new ones: new_special_tokens": "special_tokens",
         "not built": "relora* lisa_* curriculum_sampling torchdistx_path max_memory gpu_memory_limit do_bench_eval "
         "optim_args optim_target_modules s2_attention",
@@ -73,6 +74,21 @@ _LOST = by_reason(
     }
 )
 
+METHODS = ("dpo", "ipo", "kto", "orpo", "simpo")
+_PREFERENCE = {
+    "dpo": {
+        "rl_beta": "beta", "rpo_alpha": "rpo_alpha", "dpo_label_smoothing": "label_smoothing",
+        "dpo_use_weighting": "use_weighting", "dpo_loss_type": "loss_type", "dpo_loss_weights": "loss_weights",
+        "precompute_ref_log_probs": "precompute_ref_log_probs",
+    },
+    "ipo": {"rl_beta": "beta", "precompute_ref_log_probs": "precompute_ref_log_probs"},
+    "kto": {
+        "rl_beta": "beta", "kto_desirable_weight": "desirable_weight", "kto_undesirable_weight": "undesirable_weight",
+    },
+    "orpo": {"orpo_alpha": "beta", "rl_beta": "beta"},
+    "simpo": {"rl_beta": "beta", "simpo_gamma": "simpo_gamma", "cpo_alpha": "cpo_alpha"},
+    "rm": {"center_rewards_coefficient": "center_rewards_coefficient"},
+}  # fmt: skip
 _SCHEDULES = {"cosine_with_min_lr": "cosine_with_min_lr", "warmup_stable_decay": "wsd"}
 
 
@@ -85,6 +101,7 @@ def convert_axolotl(data: dict[str, Any], out: Conversion) -> None:
         adapter = "lora"
     out.set("tuner_type", adapter, key="adapter")
     _tuner(data, out)
+    _preference(data, out)
     _datasets(data, out)
     _schedule(data, out)
     _precision(data, out)
@@ -111,6 +128,25 @@ def convert_axolotl(data: dict[str, Any], out: Conversion) -> None:
     out.take_lost(data, _LOST)
     out.take_rest(data)
     _defaults(out, adapter)
+
+
+def _preference(data: dict[str, Any], out: Conversion) -> None:
+    """Its `rl` is our method; what TRL takes by default is written out where we take something else."""
+    method = data.pop("rl", None)
+    if out.command != "rlhf":
+        if method is not None:
+            out.lose("rl", method, "reinforcement learning is being built")
+        return
+    if data.pop("reward_model", False):
+        method = "rm"
+    out.set("rlhf_type", "dpo" if method == "ipo" else method, key="rl")
+    if method == "ipo":
+        out.set("loss_type", ["ipo"], key="rl")
+    out.take(data, _PREFERENCE.get(str(method), {}))
+    if method == "simpo":
+        out.default("beta", 0.1, TOOL)
+        out.default("simpo_gamma", 0.5, TOOL)
+        out.default("cpo_alpha", 1.0, TOOL)
 
 
 def _tuner(data: dict[str, Any], out: Conversion) -> None:
@@ -181,13 +217,22 @@ def _dataset_files(entry: dict[str, Any], out: Conversion, columns: dict[str, st
         out.lose(f"dataset {path}: type", kind, "rename the columns to instruction, input, output with columns")
         kind = "alpaca"
     shape = str(kind).partition(".")[0]
-    if shape not in ("chat_template", "alpaca", "sharegpt", "completion", "input_output", "alpaca_chat", "pretrain"):
+    if out.command != "rlhf" and shape not in (
+        "chat_template",
+        "alpaca",
+        "sharegpt",
+        "completion",
+        "input_output",
+        "alpaca_chat",
+        "pretrain",
+    ):
         out.lose(
             f"dataset {path}: type", kind, "the rows' shape is told from their keys; check with `swift data check`"
         )
     for key, name in (("field_messages", "messages"), ("field", "text"), ("field_system", "system"),
                       ("field_instruction", "instruction"), ("field_input", "input"), ("field_output", "output"),
-                      ("field_tools", "tools")):  # fmt: skip
+                      ("field_tools", "tools"), ("field_chosen", "chosen"),
+                      ("field_rejected", "rejected")):  # fmt: skip
         if entry.get(key) and entry[key] not in (name, "conversations"):
             columns[str(entry[key])] = name
     for key in ("message_property_mappings", "message_field_role", "message_field_content"):

@@ -42,7 +42,8 @@ _SATISFIED = by_reason(
     }
 )
 
-_RL = "preference tuning and reinforcement learning are being built"
+_RL = "reinforcement learning is being built"
+_METHODS = ("dpo", "kto", "rm")
 _LOST = by_reason(
     {
         "the model is loaded unquantized: it needs more memory": "quantization_bit quantization_method "
@@ -55,7 +56,9 @@ _LOST = by_reason(
         "the model's own template renders tools": "tool_format",
         "adapters run on peft": "use_unsloth*",
         "`swift infer --val_dataset` writes answers": "predict_with_generate do_predict",
-        _RL: "pref_* ppo_* ref_model* reward_model* kto_* dpo_*",
+        _RL: "ppo_* reward_model*",
+        "the reference is held as the model is": "ref_model_quantization_bit",
+        "it weighs the loss of the pairs": "pref_* kto_* dpo_* simpo_*",
         "models are tuned on text only so far": "image_* video_* freeze_vision_tower "
         "freeze_multi_modal_projector media_dir",
         "start one process per node with NNODES and NODE_RANK": "ray_*",
@@ -72,13 +75,15 @@ def convert_llamafactory(data: dict[str, Any], out: Conversion) -> None:
     """Convert a train, inference or export file of LLaMA-Factory."""
     data = {key: value for key, value in data.items() if value is not None}
     stage = data.pop("stage", "sft")
-    if stage not in ("sft", "pt"):
+    if stage not in ("sft", "pt", *_METHODS):
         out.lose("stage", stage, _RL)
+    if out.command == "rlhf":
+        _preference(data, out, stage)
     kind = data.pop("finetuning_type", "lora")
     if kind == "freeze":
         out.lose("finetuning_type", kind, "full tuning with freeze_parameters_ratio and trainable_parameters")
         kind = "full"
-    if out.command in ("sft", "pt"):
+    if out.command in ("sft", "pt", "rlhf"):
         out.set("tuner_type", kind)
         _training(data, out, kind)
     else:
@@ -98,7 +103,7 @@ def convert_llamafactory(data: dict[str, Any], out: Conversion) -> None:
     out.take_satisfied(data, _SATISFIED)
     out.take_lost(data, _LOST)
     out.take_rest(data)
-    if out.command in ("sft", "pt"):
+    if out.command in ("sft", "pt", "rlhf"):
         _defaults(out, kind)
 
 
@@ -138,6 +143,35 @@ def _training(data: dict[str, Any], out: Conversion, kind: str) -> None:
     template = data.pop("template", None)
     if template not in (None, "default", "empty"):
         out.ignore("template", f"the tokenizer's own chat template is used, not {template}")
+
+
+def _preference(data: dict[str, Any], out: Conversion, stage: str) -> None:
+    """Its stages are our methods; ORPO and SimPO are losses of its stage `dpo`."""
+    loss = data.pop("pref_loss", None)
+    method = loss if stage == "dpo" and loss in ("orpo", "simpo") else stage
+    out.set("rlhf_type", method, key="stage")
+    if method == "dpo" and loss is not None:
+        out.set("loss_type", [loss], key="pref_loss")
+    names = {"pref_beta": "beta"} if method != "rm" else {}
+    weight = data.get("pref_ftx")
+    if method == "dpo":
+        names |= {"pref_ftx": "rpo_alpha", "dpo_label_smoothing": "label_smoothing", "ld_alpha": "ld_alpha"}
+        if weight:
+            out.comments["rpo_alpha"] = "cross-entropy per token; theirs is per answer, by its own length"
+    if method in ("dpo", "kto"):
+        names |= {"ref_model": "ref_model"}
+        if "ref_model_adapters" in data:
+            out.set("ref_adapters", names_in(data.pop("ref_model_adapters")), key="ref_model_adapters")
+    if method == "kto":
+        names |= {"kto_chosen_weight": "desirable_weight", "kto_rejected_weight": "undesirable_weight"}
+    if method == "simpo":
+        names |= {"simpo_gamma": "simpo_gamma", "pref_ftx": "cpo_alpha"}
+    if not weight and "pref_ftx" not in names:
+        data.pop("pref_ftx", None)
+    out.take(data, names)
+    if method == "simpo":
+        out.default("beta", 0.1, TOOL)
+        out.default("simpo_gamma", 0.5, TOOL)
 
 
 def _defaults(out: Conversion, kind: str) -> None:
@@ -254,8 +288,8 @@ def _dataset_path(
             return "self-cognition"
         out.lose(f"dataset {name}", name, f"it is not in {folder}/dataset_info.json; give its file as dataset")
         return None
-    if entry.get("ranking"):
-        out.lose(f"dataset {name}", name, "preference pairs are being built")
+    if entry.get("ranking") and out.command != "rlhf":
+        out.lose(f"dataset {name}", name, "preference pairs are rows of `swift rlhf`")
         return None
     hub = next((prefix for prefix, key in (("hf", "hf_hub_url"), ("ms", "ms_hub_url")) if entry.get(key)), None)
     if "file_name" not in entry and hub is None:
@@ -264,7 +298,7 @@ def _dataset_path(
         return None
     names = {
         "prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system",
-        "tools": "tools", "messages": "messages",
+        "tools": "tools", "messages": "messages", "chosen": "chosen", "rejected": "rejected", "kto_tag": "label",
     }  # fmt: skip
     for theirs, column in (entry.get("columns") or {}).items():
         if theirs not in names:

@@ -7,18 +7,23 @@ from typing import Any
 
 from swift.config.checks import has_evaluation_rows
 from swift.config.files import COMMAND_LINE
+from swift.config.preference_checks import READ_BY as READ_BY_METHODS
+from swift.config.task_checks import READ_BY as READ_BY_TASKS
 
 _LOW_RANK = ("lora", "adalora", "loha", "lokr")
 _ADAPTERS = (*_LOW_RANK, "ia3", "vera", "boft", "oft", "fourierft", "miss", "bone", "hra")
 _ADAM = ("adamw", "adamw_torch", "adamw_torch_fused")
 _FALLING = ("cosine", "linear", "wsd", "cosine_with_min_lr", "inverse_sqrt", "polynomial")
 
+_SAMPLING = ("max_completion_length", "temperature", "top_p", "top_k")
 _STREAMED = ("shuffle_buffer_size", "on_bad_shard")
 
 # the setting that decides -> setting -> the values of the first with which the second works
 _WORKS_WITH: dict[str, dict[str, Collection[str]]] = {
     "optim": {"adam_beta1": _ADAM, "adam_beta2": _ADAM, "adam_epsilon": _ADAM},
     "lr_scheduler_type": {"min_lr_ratio": _FALLING, "decay_ratio": ("wsd",)},
+    "rlhf_type": dict(READ_BY_METHODS),
+    "task_type": dict(READ_BY_TASKS),
     "tuner_type": {
         "target_modules": _ADAPTERS,
         "target_regex": _ADAPTERS,
@@ -54,7 +59,7 @@ def idle_notes(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[st
     notes = []
     for decider, settings in _WORKS_WITH.items():
         choice = values.get(decider)
-        idle = [name for name in given if name in settings and choice not in settings[name]]
+        idle = [name for name in given if name in settings and name in values and choice not in settings[name]]
         if choice is not None and idle:
             notes.append(f"note: {_listed(idle)} nothing with {decider} {choice}")
     if not values.get("streaming"):
@@ -76,7 +81,19 @@ def idle_notes(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[st
     shortened = origins.get("max_steps") == COMMAND_LINE != origins.get("num_train_epochs")
     if "num_train_epochs" in given and values.get("max_steps", -1) > 0 and not shortened:
         notes.append("note: num_train_epochs does nothing: max_steps overrides it")
-    return notes + _of_parallelism(values, given) + _without_evaluation_rows(values, given)
+    return (
+        notes + _of_preference(values, given) + _of_parallelism(values, given) + _without_evaluation_rows(values, given)
+    )
+
+
+def _of_preference(values: Mapping[str, Any], given: Collection[str]) -> list[str]:
+    notes: list[str] = []
+    if values.get("disable_dropout") and "lora_dropout" in given and values["lora_dropout"]:
+        notes.append("note: lora_dropout does nothing: disable_dropout true switches it off")
+    if values.get("rlhf_type") == "gkd" and not values["lmbda"] and not values["seq_kd"]:
+        idle = [name for name in given if name in _SAMPLING]
+        notes += [f"note: {_listed(idle)} nothing with lmbda 0 and seq_kd false"] if idle else []
+    return notes
 
 
 def _of_parallelism(values: Mapping[str, Any], given: Collection[str]) -> list[str]:

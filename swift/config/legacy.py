@@ -50,7 +50,9 @@ def _satisfied(names: str, note: str, satisfied: tuple[str, ...] = ANY, instead:
     return {name: Rule(instead, satisfied, note) for name in names.split()}
 
 
-_RL = "preference tuning and reinforcement learning (`swift rlhf`) are being built; `swift sft` trains on answers"
+_RL = "reinforcement learning is being built; `swift rlhf` tunes by preferences, trains reward models and distils"
+_RL_METHOD = "it comes with reinforcement learning, which is being built; there are: dpo orpo simpo kto cpo rm gkd"
+_TEACHER = "give --teacher_model, --teacher_model_server, --teacher_logits or --teacher_self"
 _PARALLEL = (
     "say it with --fsdp, --tensor_parallel_size, --sequence_parallel_size and the like: `swift sft --help parallel`"
 )
@@ -58,7 +60,6 @@ _FSDP = "--zero_stage, --fsdp_cpu_offload and --reduce_dtype say what fsdp does"
 _QUANT = "load the model unquantized; --torch_dtype bfloat16 and --gradient_checkpointing true save memory"
 _TEXT = "models are tuned on text only so far"
 _ENGINE = "`--infer_backend transformers` is the engine of this version"
-_TASK = "only causal language models are tuned so far"
 _GALORE = "choose an adapter (--tuner_type lora) or --optim adafactor to save optimizer memory"
 
 RULES: dict[str, Rule] = {
@@ -112,11 +113,6 @@ RULES: dict[str, Rule] = {
     **_later("is_binary_loss_scale", "leave it out: weights are used as they are"),
     **_later("response_prefix", "write the prefix into the answers"),
     # what is trained on what
-    **_later("task_type", _TASK, ("causal_lm", *OFF), "that is what is tuned"),
-    **_later("num_labels problem_type", _TASK),
-    **_later(
-        "loss_type", "cross-entropy is the loss of sft; --enable_dft_loss true weighs it", ("cross_entropy", *OFF)
-    ),
     **_later("enable_channel_loss", "train the channels in separate runs to see their losses"),
     **_later(
         "predict_with_generate eval_use_evalscope metric acc_strategy eval_metric",
@@ -191,21 +187,27 @@ RULES: dict[str, Rule] = {
     ),
     # preference tuning and RL
     **_later(
-        "rlhf_type ref_model ref_adapters beta rpo_alpha loss_weights simpo_gamma cpo_alpha desirable_weight "
-        "undesirable_weight center_rewards_coefficient max_completion_length teacher_model teacher_model_server "
-        "teacher_adapters lmbda gkd_logits_topk sft_alpha seq_kd num_generations reward_funcs reward_weights "
+        "num_generations reward_funcs reward_weights "
         "reward_model reward_model_plugin reward_adapters steps_per_generation num_iterations epsilon epsilon_high "
         "delta importance_sampling_level advantage_estimator scale_rewards kl_in_reward dynamic_sample overlong_filter "
         "top_entropy_quantile sleep_level offload_model offload_optimizer async_generate multi_turn_scheduler "
-        "max_turns log_completions sync_ref_model ref_model_sync_steps ref_model_mixup_alpha generation_batch_size "
+        "max_turns log_completions generation_batch_size "
         "log_entropy max_resample_times num_ppo_epochs whiten_rewards kl_coef cliprange vf_coef response_length "
-        "move_model_batches use_gym_env gym_env ld_alpha discopop_tau reference_free "
+        "move_model_batches use_gym_env gym_env "
         "advantage_reweight cliprange_value completion_length_limit_scope context_manager enable_flattened_weight_sync "
-        "f_divergence_type gamma lam local_rollout_forward_batch_size log_rollout_offpolicy_metrics "
-        "missing_eos_penalty num_generations_eval num_mini_batches num_sample_generations offload_teacher_model "
+        "gamma lam local_rollout_forward_batch_size log_rollout_offpolicy_metrics "
+        "missing_eos_penalty num_generations_eval num_mini_batches num_sample_generations "
         "off_policy_sequence_mask_delta real_tau tau_neg tau_pos wandb_log_unique_prompts",
         _RL,
     ),
+    **_later("max_prompt_length", "--max_length bounds prompt and answer together"),
+    **_satisfied("precompute_ref_batch_size", "it needs no gradients, and takes the batches of the evaluation"),
+    **_satisfied(
+        "ref_model_type ref_model_revision teacher_model_type", "a model's own files say what it is; a folder is whole"
+    ),
+    **_later("teacher_model_revision", "name a local folder as teacher_model"),
+    **_later("teacher_deepspeed", "the teacher is held as the model is; --offload_teacher_model true saves memory"),
+    **_satisfied("dataset_kwargs padding_value label_pad_token_id is_encoder_decoder", "it is found by itself"),
     # engines and servers
     **_later("use_vllm use_lmdeploy gpu_memory_utilization max_num_seqs", _ENGINE),
     **_later(
@@ -229,7 +231,6 @@ RULES: dict[str, Rule] = {
         "engine_kwargs output_file cache_files",
         "sampling with rewards is being built; `swift infer --val_dataset FILE` generates one answer a row",
     ),
-    **_later("mrl_dims reranker_use_activation", _TASK),
     **_later("val_dataset_sample", "write --val_dataset path#rows"),
     **_later("min_p", "choose --top_p or --top_k", ("0", "0.0", *OFF)),
     **_satisfied("write_batch_size", "every result is written when it is there"),
@@ -239,6 +240,11 @@ RULES: dict[str, Rule] = {
         "to_ollama to_mcore to_hf to_peft_format quant_n_samples group_size",
         "exporting is being built",
     ),
+}
+
+_OF_RLHF = {
+    **_later("task_type", "it follows from --rlhf_type", ("causal_lm", "seq_cls", *OFF), "rlhf_type says it"),
+    **_later("num_labels", "a reward is one number", ("1", *OFF), "a reward is one number"),
 }
 
 # configuration class -> settings of training that scripts also give to that command, where they mean nothing
@@ -263,7 +269,11 @@ OF_COMMAND: dict[str, dict[str, Rule]] = {
             ("0", "0.0", "none"),
             "no rows are set aside",
         ),
-    }
+        **_satisfied("num_labels problem_type label_names", "the model's own config says it"),
+        **_satisfied("loss_type", "it matters only in training"),
+    },
+    "RlhfConfig": _OF_RLHF,
+    "MegatronRlhfConfig": _OF_RLHF,
 }
 
 PREFIXES: dict[str, str] = {
@@ -279,8 +289,8 @@ PREFIXES: dict[str, str] = {
     "repetition_": _RL,
     "soft_": _RL,
     "reward_": _RL,
-    "ref_": _RL,
-    "teacher_": _RL,
+    "ref_": "say it with --reference, --ref_model and --ref_adapters",
+    "teacher_": _TEACHER,
     "galore_": _GALORE,
     "reft_": "choose --tuner_type lora",
     "llamapro_": "choose --tuner_type lora",
@@ -311,6 +321,12 @@ VALUE_NAMES: dict[str, dict[str, str]] = {
     "save_strategy": {"false": "no"},
     "template": {"auto": "none", "default": "none"},
     "infer_backend": {"pt": "transformers", "auto": "transformers"},
+    "loss_type": {
+        "pointwise_reranker": "pointwise",
+        "listwise_reranker": "listwise",
+        "aot_pair": "aot",
+    },
+    "topk_tail": {"renormalize": "renormalise"},
     "fsdp": {
         **dict.fromkeys(("full_shard", "full_shard auto_wrap", "true", "fsdp", "2"), "fsdp2"),
         **dict.fromkeys(("hybrid_shard", "hybrid_shard auto_wrap"), "hsdp"),
@@ -344,6 +360,7 @@ VALUES_LATER: dict[str, dict[str, str]] = {
             ("full_shard offload", "full_shard auto_wrap offload"), "use --fsdp fsdp2 --fsdp_cpu_offload true"
         ),
     },
+    "rlhf_type": dict.fromkeys(("ppo", "grpo"), _RL_METHOD),
     "infer_backend": dict.fromkeys(("vllm", "sglang", "lmdeploy"), "use --infer_backend transformers"),
     "attn_impl": dict.fromkeys(
         ("flash_attention_3", "flash_attention_4", "flex_attention", "xformers"),

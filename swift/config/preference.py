@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from swift.config.fields import setting
+from swift.config.tuner import TunerConfig
 
 Method = Literal["dpo", "orpo", "simpo", "kto", "cpo", "rm", "gkd"]
 LossName = Literal[
@@ -47,13 +48,15 @@ class PreferenceConfig:
     )
     reference: Literal["auto", "adapter_off", "precompute", "copy"] = setting(
         "auto",
-        help="the reference model's log-probabilities: from the model with its adapter switched off, worked out before "
-        "step 1, or from a second model held all the time; auto: adapter_off for adapters, else precompute",
+        help="its log-probabilities: from the model with its adapter switched off, worked out before step 1, or from a "
+        "second model held all the time; auto: adapter_off for new adapters, else precompute",
     )
     precompute_ref_log_probs: bool = setting(
         False, help="the same as reference precompute", aliases=("precompute_ref_logprobs",)
     )
-    ref_model: str | None = setting(None, help="reference model; default: the model before training")
+    ref_model: str | None = setting(
+        None, help="reference model; default: the model before training", aliases=("ref_model_name_or_path",)
+    )
     ref_adapters: list[str] = setting(
         help="adapter folders of the reference model", factory=list, aliases=("ref_model_adapters",)
     )
@@ -62,7 +65,9 @@ class PreferenceConfig:
     ref_model_sync_steps: int = setting(512, help="TR-DPO: steps between two moves")
     ref_model_mixup_alpha: float = setting(0.6, help="TR-DPO: share of the model in the reference after a move")
     rpo_alpha: float | None = setting(
-        None, help="dpo: weight of the chosen answers' cross-entropy per token, beside the loss; default: 0"
+        None,
+        help="dpo: weight of the chosen answers' cross-entropy per token, beside the loss; default: 0",
+        aliases=("pref_ftx", "dpo_ftx"),
     )
     ld_alpha: float | None = setting(
         None, help="LD-DPO: weight of the tokens beyond the shorter answer's length; default: 1 (plain DPO)"
@@ -98,7 +103,11 @@ class PreferenceConfig:
 class DistillConfig:
     """Distillation"""
 
-    teacher_model: str | None = setting(None, help="teacher: local folder or hub id; its tokenizer must be the model's")
+    teacher_model: str | None = setting(
+        None,
+        help="teacher: local folder or hub id; its tokenizer must be the model's",
+        aliases=("teacher_model_name_or_path",),
+    )
     teacher_adapters: list[str] = setting(help="adapter folders of the teacher", factory=list)
     teacher_model_server: str | None = setting(
         None, help="teacher: address of an OpenAI endpoint that gives log-probabilities of prompts"
@@ -120,7 +129,7 @@ class DistillConfig:
         help="for the model's own answers: the divergence over the vocabulary, or a policy gradient with the teacher's "
         "log-ratio of each token as its advantage",
     )
-    max_completion_length: int = setting(512, help="tokens of a generated answer", aliases=("max_new_tokens",))
+    max_completion_length: int = setting(512, help="tokens of a generated answer")
     temperature: float = setting(0.9, help="of sampling answers")
     top_p: float = setting(1.0, help="nucleus sampling of answers")
     top_k: int = setting(0, help="sample answers from the k likeliest tokens; 0: all")
@@ -150,6 +159,8 @@ class Settled:
     topk_tail: Literal["bucket", "renormalise"]
 
 
+# starts of an adapter that leave the base weights alone and add nothing to them
+_BASE_UNCHANGED = ("true", "gaussian", "orthogonal", "bat", "mini")
 _LOSS: dict[str, str] = {"dpo": "sigmoid", "cpo": "sigmoid"}
 _BETA: dict[str, float] = {"simpo": 2.0, "gkd": 0.5}
 
@@ -178,3 +189,42 @@ def settle(preference: PreferenceConfig, distill: DistillConfig | None = None) -
         temperature = distill.temperature if compat == "ms-swift" else 1.0
     tail = distill.topk_tail or ("renormalise" if compat == "ms-swift" else "bucket")
     return Settled(tuple(zip(names, weights, strict=True)), beta, alpha, gamma, temperature, tail)
+
+
+ReferenceWay = Literal["none", "adapter_off", "precompute", "copy"]
+WITH_REFERENCE = ("dpo", "kto")
+
+
+def reference_way(preference: PreferenceConfig, tuner: TunerConfig, adapters: list[str]) -> ReferenceWay:
+    """Where the reference's log-probabilities come from.
+
+    With its adapter switched off, a model is the reference only if the adapter is new and nothing else has changed:
+    an adapter that is trained on was part of the reference, starts such as PiSSA take their share out of the base
+    weights, and trained biases stay as they are.
+
+    Args:
+        preference: what `reference` auto is to be decided for.
+        tuner: what is trained.
+        adapters: adapters that the training starts from.
+    """
+    if preference.rlhf_type not in WITH_REFERENCE or preference.reference_free:
+        return "none"
+    if preference.precompute_ref_log_probs:
+        return "precompute"
+    if preference.reference != "auto":
+        return preference.reference
+    named = preference.ref_model or preference.ref_adapters
+    return "precompute" if named or why_not_adapter_off(tuner, adapters) else "adapter_off"
+
+
+def why_not_adapter_off(tuner: TunerConfig, adapters: list[str]) -> str | None:
+    """Why the model with its adapter switched off is not the model before training; None if it is."""
+    if tuner.tuner_type == "full":
+        return "in full tuning there is no adapter to switch off"
+    if adapters:
+        return "the adapter that the training starts from belongs to the reference"
+    if tuner.lora_bias != "none":
+        return f"lora_bias {tuner.lora_bias} trains biases, which stay on"
+    if tuner.init_weights.lower() not in _BASE_UNCHANGED:
+        return f"init_weights {tuner.init_weights} moves a part of the model into the adapter"
+    return None

@@ -32,6 +32,9 @@ _GROUPS: dict[str, tuple[tuple[str, ...], str]] = {
     "generation": (("generation", "generation_config", "generate"), ""),
     "infer": (("infer", "inference"), ""),
     "merge": (("merge",), ""),
+    "preference": (("preference", "rlhf", "dpo", "kto"), ""),
+    "distill": (("distill", "distillation", "gkd", "teacher"), "teacher_"),
+    "task": (("task",), ""),
 }
 
 

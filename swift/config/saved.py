@@ -19,16 +19,19 @@ C = TypeVar("C")
 
 # settings of one start, not of the run
 _NOT_KEPT = frozenset({"resume_from_checkpoint", "resume_only_model", "overwrite_output_dir"})
-# what inference takes from training: which model, and how a conversation is written
+# what inference takes from training: which model for which task, and how a conversation is written
 _MODEL_AND_TEMPLATE = (
     "model", "model_type", "model_revision", "use_hf", "trust_remote_code", "rope_scaling", "max_model_len",
     "new_special_tokens", "template", "system", "enable_thinking", "use_chat_template",
+    "task_type", "pooling", "positive_word", "negative_word",
 )  # fmt: skip
 _IN_THE_FILES = ("rope_scaling", "max_model_len", "new_special_tokens")  # of a model saved whole
 # settings that may hold paths
 _PATHS = (
     ("model", "model"), ("model", "adapters"), ("template", "template"), ("template", "system"),
-    ("data", "dataset"), ("data", "val_dataset"),
+    ("data", "dataset"), ("data", "val_dataset"), ("preference", "ref_model"), ("preference", "ref_adapters"),
+    ("distill", "teacher_model"), ("distill", "teacher_adapters"), ("distill", "teacher_logits"),
+    ("distill", "teacher_prompt"),
 )  # fmt: skip
 MANIFEST = "complete.json"  # the file that `swift.checkpoint` writes last
 DEEPSPEED_FOLDER = "deepspeed"  # DeepSpeed's own files in a checkpoint

@@ -9,7 +9,14 @@ from swift.config.fields import setting
 
 TaskName = Literal["causal_lm", "seq_cls", "token_cls", "embedding", "reranker", "generative_reranker"]
 TaskLoss = Literal[
-    "infonce", "cosine_similarity", "contrastive", "online_contrastive", "cosent", "pointwise", "listwise"
+    "cross_entropy",
+    "infonce",
+    "cosine_similarity",
+    "contrastive",
+    "online_contrastive",
+    "cosent",
+    "pointwise",
+    "listwise",
 ]
 
 
@@ -34,7 +41,7 @@ class TaskConfig(ServedTaskConfig):
     """Task"""
 
     loss_type: TaskLoss | None = setting(
-        None, help="default: infonce for embedding, pointwise for rerankers; classes have one loss only"
+        None, help="default: infonce for embedding, pointwise for rerankers, else the one that the task has"
     )
     problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] | None = setting(
         None, help="seq_cls; default: from the rows: one class, a list of them, or a number with a fraction"

@@ -160,7 +160,7 @@ def test_config_schema_describes_the_files(command):
 
 
 def test_config_convert(tmp_path):
-    (tmp_path / "theirs.yaml").write_text("base_model: m\nadapter: lora\ndatasets: [{path: ./rows.jsonl}]\nrl: dpo\n")
+    (tmp_path / "theirs.yaml").write_text("base_model: m\nadapter: lora\ndatasets: [{path: ./rows.jsonl}]\nrl: grpo\n")
     result = swift("config", "convert", "theirs.yaml", "--output", "ours.yaml", cwd=tmp_path)
     assert result.returncode == 0 and "no equivalent (1)" in result.stderr and "rl:" in result.stderr
     assert swift("config", "show", "ours.yaml", cwd=tmp_path).returncode == 0

@@ -8,12 +8,12 @@ import pytest
 import yaml
 
 from swift.commands.config import main as config_command
-from swift.config import InferConfig, MergeLoraConfig, PtConfig, SftConfig, parse_command_line, to_flat
+from swift.config import InferConfig, MergeLoraConfig, PtConfig, RlhfConfig, SftConfig, parse_command_line, to_flat
 from swift.config.checks import find_problems
 from swift.config.convert import convert_file, detect_tool
 from swift.core.errors import UsageError
 
-CLASSES = {"sft": SftConfig, "pt": PtConfig, "infer": InferConfig, "merge-lora": MergeLoraConfig}
+CLASSES = {"rlhf": RlhfConfig, "sft": SftConfig, "pt": PtConfig, "infer": InferConfig, "merge-lora": MergeLoraConfig}
 
 LLAMA_FACTORY = """\
 model_name_or_path: owner/model-instruct
@@ -182,9 +182,9 @@ def test_llama_factory_inference_and_export(tmp_path):
     assert result.command == "merge-lora" and flat["output_dir"] == "out" and flat["max_shard_size"] == "2GB"
 
 
-def test_llama_factory_preference_stages_are_listed(tmp_path):
-    result, *_ = converted(tmp_path, "model_name_or_path: m\nstage: dpo\nfinetuning_type: lora\npref_beta: 0.1")
-    assert {"stage", "pref_beta"} <= set(result.lost)
+def test_llama_factory_reinforcement_learning_is_listed(tmp_path):
+    result, *_ = converted(tmp_path, "model_name_or_path: m\nstage: ppo\nfinetuning_type: lora\nppo_epochs: 4")
+    assert {"stage", "ppo_epochs"} <= set(result.lost)
 
 
 def test_axolotl(tmp_path, data):

@@ -7,12 +7,13 @@ from typing import get_args
 
 import pytest
 
-from swift.config import ExportConfig, InferConfig, MergeLoraConfig, PtConfig, SftConfig, parse_command_line
+from swift.config import ExportConfig, InferConfig, MergeLoraConfig, PtConfig, RlhfConfig, SftConfig, parse_command_line
 from swift.config.schema import Setting, groups_of, settings_of
 
 COMMANDS = {
     "sft": SftConfig,
     "pt": PtConfig,
+    "rlhf": RlhfConfig,
     "infer": InferConfig,
     "merge-lora": MergeLoraConfig,
     "export": ExportConfig,

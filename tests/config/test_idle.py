@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from swift.config import PtConfig, SftConfig, build_config, parse_command_line, save_config
+from swift.config import InferConfig, PtConfig, RlhfConfig, SftConfig, build_config, parse_command_line, save_config
 from swift.config.idle import _WORKS_WITH
 from swift.config.schema import settings_of
 from swift.core.logging import get_logger
@@ -87,8 +87,9 @@ def test_what_a_checkpoint_holds_is_not_said(tmp_path):
 
 
 def test_the_table_names_what_there_is():
-    settings = settings_of(SftConfig)
     for decider, names in _WORKS_WITH.items():
+        settings = settings_of(RlhfConfig if decider == "rlhf_type" else SftConfig)
+        settings = {**settings_of(InferConfig), **settings} if decider == "task_type" else settings
         for name, values in names.items():
             assert name in settings
             assert set(values) < set(settings[decider].choices), (name, decider)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swift.config import InferConfig, SftConfig, megatron, parse_command_line
+from swift.config import InferConfig, RlhfConfig, SftConfig, megatron, parse_command_line
 from swift.config.legacy import OF_COMMAND, RULES, VALUE_NAMES, VALUES_LATER, judge
 from swift.config.schema import names_of, settings_of
 from swift.config.values import Words
@@ -65,7 +65,7 @@ def test_satisfied_flags_are_accepted_with_a_note(words):
         ("--fsdp shard_grad_op", "--zero_stage 2"),
         ("--fsdp_config fsdp.json", "--zero_stage"),
         ("--use_ray true", "--tensor_parallel_size"),
-        ("--rlhf_type dpo", "being built"),
+        ("--num_generations 8", "reinforcement learning is being built"),
         ("--use_liger_kernel true", "leave it out"),
         ("--quant_method bnb", "unquantized"),
         ("--average_tokens_across_devices false", "leave it out"),
@@ -94,7 +94,7 @@ def test_in_files_as_well(tmp_path):
 
 
 def test_no_rule_hides_a_setting():
-    ours = set(names_of(SftConfig)) | set(names_of(InferConfig))
+    ours = set(names_of(SftConfig)) | set(names_of(InferConfig)) | set(names_of(RlhfConfig))
     assert not ours & megatron.names()
     assert not ours & set(RULES), "a setting that exists can't be foreign"
 
@@ -153,12 +153,15 @@ def test_every_rule_gives_advice_or_a_reason():
 
 
 def test_value_tables_name_real_settings_and_values():
-    settings = settings_of(SftConfig) | settings_of(InferConfig)
+    choices: dict[str, set[str]] = {}
+    for cls in (SftConfig, InferConfig, RlhfConfig):
+        for name, setting in settings_of(cls).items():
+            choices.setdefault(name, set()).update(setting.choices)
     for name, table in VALUE_NAMES.items():
         for new in table.values():
-            assert new == "none" or not settings[name].choices or new in settings[name].choices
+            assert new == "none" or not choices[name] or new in choices[name]
     for name, later in VALUES_LATER.items():
-        assert not set(later) & set(settings[name].choices), "that value is there by now"
+        assert not set(later) & choices[name], "that value is there by now"
 
 
 def test_unknown_flags_stay_unknown():
