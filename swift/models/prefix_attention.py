@@ -24,11 +24,12 @@ from swift.models.attention_segment import lse_dtype, segment_backward, segment_
 
 
 def sequences(cu_seqlens: torch.Tensor, prefix_spans: torch.Tensor | None) -> Iterator[tuple[slice, slice]]:
-    """For each segment the rows that it sees before its own (an empty slice for none), and its own."""
+    """For each segment that isn't empty the rows that it sees before its own (an empty slice for none), and its own."""
     borders = list(pairwise(cu_seqlens.tolist()))
     spans = [[0, 0]] * len(borders) if prefix_spans is None else prefix_spans.tolist()
     for (start, end), (first, last) in zip(borders, spans, strict=True):
-        yield slice(first, last), slice(start, end)
+        if end > start:
+            yield slice(first, last), slice(start, end)
 
 
 def seen_rows(tensor: torch.Tensor, before: slice, own: slice) -> torch.Tensor:

@@ -185,7 +185,7 @@ def compare(output, ours, expected, theirs, tolerance):
         assert ((mine - reference).norm() / reference.norm().clamp_min(1)).item() < tolerance
 
 
-LONG = ((33, (40, 7, 1)), (170, (65,)), (0, (165,)), (1, (1, 1)))
+LONG = ((33, (40, 0, 7, 1)), (170, (65,)), (0, (165,)), (1, (1, 1)))
 
 
 @pytest.mark.parametrize("attend", [prefix_attention, PrefixAttentionFunction.apply], ids=["operator", "function"])
