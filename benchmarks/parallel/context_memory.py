@@ -37,7 +37,7 @@ from swift.distributed.mesh import build_mesh
 from swift.distributed.spread import Spread
 from swift.models.head import find_decoder, find_head
 from swift.objectives import build_objective
-from swift.training.module import TrainModule
+from swift.training.module import Objectives, TrainModule
 
 HEADS, KV_HEADS = 8, 4
 MIB = 1 << 20
@@ -116,7 +116,7 @@ def measure(pipe: Any, case: Case, rank: int, port: int) -> None:
     use_context_attention(model, Spread(mesh), gather_kv=case.impl == "allgather")
     objective = build_objective(ObjectiveConfig())
     module = TrainModule(
-        model, decoder=find_decoder(model), head=find_head(model), objective=objective, evaluation=objective
+        model, decoder=find_decoder(model), head=find_head(model), objectives=Objectives(objective, objective)
     )
     batch = cut_batch(row_of(case), mesh, pad_token_id=0)
     live = LiveBytes()

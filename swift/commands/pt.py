@@ -10,7 +10,7 @@ from swift.config import PtConfig, build_config
 
 def pt(config: PtConfig | None = None, **flags: Any) -> TrainResult:
     """Pre-train further: `pt(model="smollm2", dataset=["text.txt"])`. See `swift.sft` for what it gives and raises."""
-    return train(config if config is not None else build_config(PtConfig, flags))
+    return train(config if config is not None else build_config(PtConfig, flags), "pt")
 
 
 def main(config: PtConfig) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from swift.commands.precheck import precheck
 from swift.config import SftConfig, build_config
+from swift.config.commands import TrainConfig
 
 
 @dataclass
@@ -43,7 +44,7 @@ def sft(config: SftConfig | None = None, **flags: Any) -> TrainResult:
     Raises:
         SwiftError: with what was wrong, where, and what to do.
     """
-    return train(config if config is not None else build_config(SftConfig, flags))
+    return train(config if config is not None else build_config(SftConfig, flags), "sft")
 
 
 def main(config: SftConfig) -> int:
@@ -54,7 +55,7 @@ def main(config: SftConfig) -> int:
     return 0
 
 
-def show_plan(config: SftConfig) -> int:
+def show_plan(config: TrainConfig) -> int:
     """`--dry_run`: print what a step would take of each process, and do nothing; 0."""
     precheck(config)
     if os.environ.get("RANK", "0") == "0":  # where a launcher has started all processes, one is enough
@@ -64,30 +65,33 @@ def show_plan(config: SftConfig) -> int:
     return 0
 
 
-def train(config: SftConfig) -> TrainResult:
-    """Run the configuration: what `sft` and `pt` share."""
+def train(config: TrainConfig, command: str) -> TrainResult:
+    """Run the configuration: what all commands that train share."""
     precheck(config)
+    from swift.methods.choose import choose_method
     from swift.training.session import start_session
 
-    session = start_session(config)
+    session = start_session(config, choose_method(config, command))
     try:
         return _run(config, session)
     finally:
         session.close()
 
 
-def _run(config: SftConfig, session: Any) -> TrainResult:
+def _run(config: TrainConfig, session: Any) -> TrainResult:
     from swift.training.assemble import build_trainer
     from swift.training.data import build_data
     from swift.training.model import build_model
 
     data = build_data(config, session)
+    if session.method.before_model is not None:
+        session.method.before_model(config, session, data)
     model = build_model(config, session, data)
     trainer = build_trainer(config, session, data, model)
     return finish(config, session, trainer, trainer.fit())
 
 
-def finish(config: SftConfig, session: Any, trainer: Any, result: Any) -> TrainResult:
+def finish(config: TrainConfig, session: Any, trainer: Any, result: Any) -> TrainResult:
     """Show how it went and what can be done next."""
     best = session.run_dir / f"checkpoint-{result.state.best_step}"
     best_checkpoint = best if result.state.best_step is not None and best.is_dir() else None
@@ -108,7 +112,7 @@ def finish(config: SftConfig, session: Any, trainer: Any, result: Any) -> TrainR
     )
 
 
-def next_commands(config: SftConfig, command: str, result: Any, best: Path | None) -> list[str]:
+def next_commands(config: TrainConfig, command: str, result: Any, best: Path | None) -> list[str]:
     """What to type next: resume an interrupted run, or talk to what came out (the best, if that was asked for)."""
     if result.status == "interrupted":
         return [f"swift {command} --resume_from_checkpoint {result.last_checkpoint}"]

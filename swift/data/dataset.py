@@ -25,6 +25,7 @@ from swift.core.errors import DataError, UsageError, did_you_mean
 from swift.core.files import write_atomic
 from swift.core.version import __version__
 from swift.data.augment.rows import augmenting
+from swift.data.columns import Layout
 from swift.data.files import stamp_of
 from swift.data.ledger import SOFT_REASONS, Ledger, SourceTally
 from swift.data.pipeline import Chunk, ChunkResult, Encoder, Task, Workers
@@ -110,6 +111,7 @@ def prepare_datasets(
     run_dir: Path | None = None,
     store: Path | None = None,
     progress: Callable[[Progress], None] | None = None,
+    row_layout: Layout = "chat",
 ) -> Prepared:
     """Read and encode `--dataset` and `--val_dataset`.
 
@@ -122,6 +124,7 @@ def prepare_datasets(
         store: a folder for the tokens, written as they come and mapped; None keeps them in memory. What is there of
             an earlier try is replaced.
         progress: called after each chunk of some hundred rows.
+        row_layout: what a row must have (`RowOptions.layout`).
 
     Raises:
         DataError: a bad row (or too many), or nothing to train on, with the cause.
@@ -134,7 +137,7 @@ def prepare_datasets(
         max_bad_rows=data.max_bad_rows,
     )
     encoder = augmenting(encoder, data, seed=seed, train=sources, validation=val_sources)
-    builder = _Builder(data, encoder, ledger, seed, store)
+    builder = _Builder(data, encoder, ledger, seed, store, row_layout)
     builder.progress = Progress(progress, [*sources, *val_sources])
     try:
         with builder.workers:
@@ -224,11 +227,13 @@ class _Collected:
 class _Builder:
     """Runs the sources of both splits through the pipeline and into the ledger."""
 
-    def __init__(self, data: DataConfig, encoder: Encoder, ledger: Ledger, seed: int, store: Path | None) -> None:
+    def __init__(
+        self, data: DataConfig, encoder: Encoder, ledger: Ledger, seed: int, store: Path | None, row_layout: Layout
+    ) -> None:
         self.data = data
         self.encoder = encoder
         self.column = difficulty_column(data)
-        task = Task(row_options(data, need_answer=True), encoder, difficulty=self.column)
+        task = Task(row_options(data, need_answer=True, layout=row_layout), encoder, difficulty=self.column)
         self.workers = Workers(task, data.dataset_num_proc)
         self.ledger = ledger
         self.seed = seed

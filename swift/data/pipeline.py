@@ -62,6 +62,14 @@ class Encoder(Protocol):
     def dated(self) -> list[list[str]]: ...
 
 
+class TemplateEncoder(Encoder, Protocol):
+    """An encoder that a model is trained with: the chat template in force, and the ids that end an answer."""
+
+    template: str | None
+
+    def stop_token_ids(self) -> list[int]: ...
+
+
 @dataclass
 class Chunk:
     """Neighbouring rows of one file, and the names to fill in when they are self-cognition rows."""

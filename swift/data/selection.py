@@ -14,6 +14,7 @@ import numpy as np
 
 from swift.config.data import RowsConfig
 from swift.core.logging import get_logger
+from swift.data.columns import Layout
 from swift.data.files import size_of
 from swift.data.pipeline import Chunk, chunked
 from swift.data.readers import EmptyFileError, FileTally, RawRow, count_raw, parse_raw, read_raw
@@ -172,9 +173,9 @@ def open_source(source: Source, data: RowsConfig, rng: np.random.Generator) -> S
     return SourceReading(source, choose(source, data.dataset_shuffle, rng), identity, notes=list(source.notes))
 
 
-def row_options(data: RowsConfig, *, need_answer: bool) -> RowOptions:
+def row_options(data: RowsConfig, *, need_answer: bool, layout: Layout = "chat") -> RowOptions:
     """How rows are read under these settings."""
-    return RowOptions(tuple((data.columns or {}).items()), not data.disable_auto_column_mapping, need_answer)
+    return RowOptions(tuple((data.columns or {}).items()), not data.disable_auto_column_mapping, need_answer, layout)
 
 
 def data_rng(data: RowsConfig, seed: int, *path: int) -> np.random.Generator:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from swift.config.training import ObjectiveConfig
+from swift.config.training import LossConfig, ObjectiveConfig
 from swift.models.head import OutputHead
 from swift.objectives.linear_cross_entropy import PLAIN, TokenLoss, linear_cross_entropy
 
@@ -31,12 +31,14 @@ class LossTerms:
         weight: sum of the weights, a Python float known before the forward pass.
         sums: further detached sums to log; each is divided by `counts[name]`.
         counts: the divisors of `sums`.
+        measured: where something else than a loss was asked for: what was measured of each target, [targets, ...].
     """
 
     loss_sum: torch.Tensor
     weight: float
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=dict)
+    measured: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,9 @@ class CausalLM:
         return CausalLM(PLAIN, self.chunk)
 
 
-def build_objective(config: ObjectiveConfig) -> CausalLM:
+def build_objective(config: LossConfig) -> CausalLM:
     """The objective that the settings ask for."""
-    return CausalLM(TokenLoss(config.label_smoothing_factor, config.enable_dft_loss), config.loss_chunk_size)
+    options = PLAIN
+    if isinstance(config, ObjectiveConfig):
+        options = TokenLoss(config.label_smoothing_factor, config.enable_dft_loss)
+    return CausalLM(options, config.loss_chunk_size)

@@ -8,14 +8,14 @@ from typing import Any
 from swift.checkpoint import set_aside
 from swift.checkpoint.data import read_data_state
 from swift.config import save_config
-from swift.config.commands import SftConfig
+from swift.config.commands import TrainConfig
 from swift.core.errors import CheckpointError
 from swift.core.files import human_bytes
 from swift.data.loading.loader import Loader
 from swift.data.loading.train_set import Place
 from swift.distributed.mesh import Mesh
 from swift.distributed.pipeline.schedules import schedule_notes
-from swift.models.prepare import seed_everything
+from swift.models.prepare import seed_everything, without_dropout
 from swift.models.tuners import (
     adapter_step_callback,
     set_total_steps,
@@ -23,22 +23,27 @@ from swift.models.tuners import (
 from swift.optim import build_schedule
 from swift.training.data import Data, evaluation_rhythm
 from swift.training.engine import build_engine
+from swift.training.method import Surroundings
 from swift.training.model import Model, save_memory
 from swift.training.plan import DataIdentity, build_layout, run_length
 from swift.training.savers import build_saver
 from swift.training.session import Session, model_label
-from swift.training.trainer import Callback, Trainer, TrainerParts
+from swift.training.trainer import Trainer
+from swift.training.trainer_parts import Callback, TrainerParts
 
 
-def build_trainer(config: SftConfig, session: Session, data: Data, model: Model) -> Trainer:
+def build_trainer(config: TrainConfig, session: Session, data: Data, model: Model) -> Trainer:
     """Objective, optimizer, schedule, loader and saver; then the position of a resumed run."""
     group = session.group
+    method = session.method
     layout = build_layout(
         config,
         world_size=session.mesh["dp"].size,
         padding_free=model.padding_free,
         pad_token_id=int(data.tokenizer.pad_token_id or 0),
+        longest=data.longest_unit(written_out=model.why_unshared is not None) if method.units else 0,
     )
+    layout = method.arrange(layout, why_unshared=model.why_unshared)
     position = read_data_state(session.resumed.path) if session.resumed is not None and session.continues else {}
     batching = config.batching
     data_ranks = group.along(session.mesh["dp"])
@@ -59,6 +64,9 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
     if session.resumed is not None:
         saver.load_trained(session.resumed.path)
     together, optimizer = build_engine(config, session, model, layout.micro_batches)
+    look_ahead = None
+    if method.make_look_ahead is not None:
+        look_ahead = method.make_look_ahead(Surroundings(config, session, data, model))
     identity = DataIdentity.of(data.train.digest(), loader)
     _check_identity(session, identity)
     if position:
@@ -84,10 +92,19 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
         length=length,
         eval_examples=data.val,
         eval_tokens_per_batch=_eval_tokens(config),
-        callbacks=([AfterStep(step_callback)] if step_callback else []) + together.callbacks,
-        rank_states=together.rank_states,
+        callbacks=[
+            *([AfterStep(step_callback)] if step_callback else []),
+            *together.callbacks,
+            *(look_ahead.callbacks if look_ahead is not None else []),
+        ],
+        rank_states=together.rank_states | (look_ahead.rank_states if look_ahead is not None else {}),
         shared_weights=together.shared_weights,
+        look_ahead=look_ahead,
+        metrics=method.metrics,
+        annotate_eval=data.annotate_eval,
     )
+    if not method.wants_dropout:
+        without_dropout(together.strategy.module)
     trainer = Trainer(parts, session.state)
     seed_everything(_dropout_seed(config, session.mesh))
     if session.continues and session.resumed is not None:
@@ -105,7 +122,7 @@ def build_trainer(config: SftConfig, session: Session, data: Data, model: Model)
     return trainer
 
 
-def _dropout_seed(config: SftConfig, mesh: Mesh) -> int:
+def _dropout_seed(config: TrainConfig, mesh: Mesh) -> int:
     """Dropout differs between ranks with other tokens or layers, not between ranks that hold the same (along `tp`)."""
     return config.training.seed + 1 + mesh["loss"].rank + mesh["loss"].size * mesh["pp"].rank
 
@@ -121,7 +138,7 @@ class AfterStep(Callback):
             self.run(trainer.state.step + 1)
 
 
-def _eval_tokens(config: SftConfig) -> int:
+def _eval_tokens(config: TrainConfig) -> int:
     size = config.eval.per_device_eval_batch_size or config.training.per_device_train_batch_size
     return max(1, size) * config.template.max_length
 
@@ -167,7 +184,7 @@ def _note_changes(session: Session, loader: Loader, steps: int) -> None:
         )
 
 
-def _plan(config: SftConfig, session: Session, data: Data, model: Model, trainer: Trainer) -> dict[str, Any]:
+def _plan(config: TrainConfig, session: Session, data: Data, model: Model, trainer: Trainer) -> dict[str, Any]:
     """What is shown and recorded when the run starts."""
     loader, group = trainer.parts.loader, session.group
     layout = loader.layout

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from swift.training.trainer import Callback, Trainer
+from swift.training.trainer import Trainer
+from swift.training.trainer_parts import Callback
 
 # Steps between two looks at the clock.
 MEASURED_STEPS = 4

@@ -26,7 +26,7 @@ from swift.training.module import TrainModule
 from swift.training.parallelize import Making, SpreadModel, make_strategy
 from swift.training.session import Session
 from swift.training.strategy import DataParallel, Strategy
-from swift.training.trainer import Callback, RankState
+from swift.training.trainer_parts import Callback, RankState
 
 
 @dataclass

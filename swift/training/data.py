@@ -11,13 +11,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from swift.checkpoint.data import read_data_state
-from swift.config.commands import SftConfig
+from swift.config.commands import TrainConfig
 from swift.config.training import EvalConfig
 from swift.data.augment.rows import augmenting
 from swift.data.dataset import Prepared, TokenDataset, load_prepared, prepare_datasets
-from swift.data.encoding.encode import ChatEncoder
+from swift.data.loading.batch import Annotate, WrittenOut
 from swift.data.loading.streaming import StreamSet, open_stream
 from swift.data.loading.train_set import PreparedSet, TrainSet
+from swift.data.pipeline import TemplateEncoder
 from swift.data.selection import Progress
 from swift.data.sources import resolve_sources
 from swift.distributed.heartbeat import Heartbeat, Watch
@@ -30,17 +31,29 @@ PROGRESS_EVERY_S = 10.0
 
 @dataclass
 class Data:
-    """Tokenizer, encoding and encoded rows."""
+    """Tokenizer, encoding and encoded rows.
+
+    Attributes:
+        annotate_eval: adds facts to batches of evaluation rows.
+    """
 
     model_path: Path
     tokenizer: PreTrainedTokenizerBase
-    encoder: ChatEncoder
+    encoder: TemplateEncoder
     train: TrainSet
     val: TokenDataset | None
     prepared: Prepared
+    annotate_eval: Annotate | None = None
+
+    def longest_unit(self, *, written_out: bool) -> int:
+        """Tokens of the longest unit to train on, as sequences with a prompt in common or each with its own."""
+        examples = self.prepared.train
+        if not len(examples):  # streamed: nobody knows
+            return 0
+        return int((WrittenOut(examples) if written_out else examples).lengths.max())
 
 
-def build_data(config: SftConfig, session: Session) -> Data:
+def build_data(config: TrainConfig, session: Session) -> Data:
     """Resolve the model's folder, load its tokenizer, encode the rows (once per node; other ranks map the result)."""
     group = session.group
 
@@ -50,7 +63,7 @@ def build_data(config: SftConfig, session: Session) -> Data:
 
     model_path = group.from_main(begin)
     tokenizer = load_tokenizer(model_path, config.model)
-    encoder = ChatEncoder(tokenizer, config.template)
+    encoder = session.method.make_encoder(tokenizer, config)
     prepared = _prepare_once(config, session, encoder)
     session.notes += encoder.notices
     train = build_train_set(config, session, encoder, prepared)
@@ -60,7 +73,7 @@ def build_data(config: SftConfig, session: Session) -> Data:
     return Data(model_path, tokenizer, encoder, train, prepared.val, prepared)
 
 
-def _keep_thinking_switch(config: SftConfig, session: Session, encoding: Mapping[str, int]) -> None:
+def _keep_thinking_switch(config: TrainConfig, session: Session, encoding: Mapping[str, int]) -> None:
     """Write down how the rows were asked, if all were asked alike, so that inference asks the same way."""
     asked = {kind: encoding.get(f"asked_{kind}", 0) for kind in ("thinking", "not_thinking")}
     if config.template.enable_thinking is None and bool(asked["thinking"]) != bool(asked["not_thinking"]):
@@ -75,7 +88,7 @@ def _pulse(session: Session) -> Path:
     return session.run_dir / ".preparing"
 
 
-def _prepare_once(config: SftConfig, session: Session, encoder: ChatEncoder) -> Prepared:
+def _prepare_once(config: TrainConfig, session: Session, encoder: TemplateEncoder) -> Prepared:
     """Rank 0 reads and encodes into mapped files of the run folder, which all machines share; the other ranks wait for
     as long as it shows signs of life, and map what it wrote."""
     group, cache = session.group, session.run_dir / ".tokens"
@@ -92,6 +105,7 @@ def _prepare_once(config: SftConfig, session: Session, encoder: ChatEncoder) -> 
                 run_dir=session.run_dir,
                 store=cache,
                 progress=_show_progress(session, heartbeat),
+                row_layout=session.method.row_layout,
             )
             mine.append(prepared)
             if group.world_size > 1:
@@ -103,7 +117,7 @@ def _prepare_once(config: SftConfig, session: Session, encoder: ChatEncoder) -> 
     return mine[0] if group.main else load_prepared(cache, fingerprint)
 
 
-def build_train_set(config: SftConfig, session: Session, encoder: ChatEncoder, prepared: Prepared) -> TrainSet:
+def build_train_set(config: TrainConfig, session: Session, encoder: TemplateEncoder, prepared: Prepared) -> TrainSet:
     """What is trained on: the examples that were prepared, or files that are read while training."""
     seed = data_seed(config)
     if not config.data.streaming:
@@ -118,7 +132,8 @@ def build_train_set(config: SftConfig, session: Session, encoder: ChatEncoder, p
 
     def look(facts: dict[str, Any] | None, *, from_main: bool = False) -> StreamSet:
         settings = (sources, config.data, config.template, augmented)
-        return open_stream(*settings, seed=seed, saved=facts, from_main=from_main)
+        layout = session.method.row_layout
+        return open_stream(*settings, seed=seed, saved=facts, from_main=from_main, row_layout=layout)
 
     found = session.group.from_main(lambda: look(saved).saved_facts())
     train = look(found, from_main=True)
@@ -143,7 +158,7 @@ def _show_progress(session: Session, heartbeat: Heartbeat) -> Callable[[Progress
     return show
 
 
-def evaluation_rhythm(config: SftConfig, val: TokenDataset | None) -> EvalConfig:
+def evaluation_rhythm(config: TrainConfig, val: TokenDataset | None) -> EvalConfig:
     """When to evaluate: as asked, else whenever a checkpoint is due, else once at the end; never without rows."""
     if val is None:
         return replace(config.eval, eval_strategy="no")
@@ -156,6 +171,6 @@ def evaluation_rhythm(config: SftConfig, val: TokenDataset | None) -> EvalConfig
     )
 
 
-def data_seed(config: SftConfig) -> int:
+def data_seed(config: TrainConfig) -> int:
     """Seed of sampling, splitting and order."""
     return config.training.seed if config.data.data_seed is None else config.data.data_seed

@@ -30,8 +30,8 @@ from swift.data.loading.batch import Batch
 from swift.distributed import ProcessGroup
 from swift.distributed.mesh import Mesh
 from swift.objectives import LossTerms
-from swift.training.module import TrainModule
-from swift.training.strategy import Stepped, ToLoss
+from swift.training.module import Probe, TrainModule
+from swift.training.strategy import Stepped, ToLoss, as_in_evaluation, measured
 
 
 def import_deepspeed(device_type: str) -> Any:
@@ -147,6 +147,7 @@ class DeepSpeed:
         head: Iterable[nn.Parameter] = (),
     ) -> None:
         self.module: nn.Module = module
+        self._train_module = module
         self.mesh = mesh or Mesh()
         self.plan = plan
         self.device = next(module.parameters()).device
@@ -206,6 +207,11 @@ class DeepSpeed:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> LossTerms:
         return self._terms(batch)
+
+    @torch.no_grad()
+    def measure(self, batch: Batch, probe: Probe) -> torch.Tensor:
+        with as_in_evaluation(self.module), self._train_module.probing(probe):
+            return measured(self._terms(batch))
 
     def clip(self, limit: float) -> None:
         """DeepSpeed clips when it steps; the norm is known then."""

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from swift.config.auto_parallel import choose
 from swift.config.cluster import read_cluster
-from swift.config.commands import SftConfig
+from swift.config.commands import TrainConfig
 from swift.config.degrees import Degrees, read_model_shape, resolve_degrees
 from swift.config.nodes import processes_wanted, world_size_expected
 from swift.core.devices import detect_device
@@ -53,7 +53,7 @@ from swift.training.sharded import check_sharded_tuner
 class _Run:
     """What is to be traced."""
 
-    config: SftConfig
+    config: TrainConfig
     folder: Path
     layout: RunLayout
     precision: Precision
@@ -66,7 +66,7 @@ class _Run:
         return self.layout.degrees
 
 
-def dry_run(config: SftConfig, environ: Mapping[str, str] = os.environ) -> str:
+def dry_run(config: TrainConfig, environ: Mapping[str, str] = os.environ) -> str:
     """The text that `--dry_run` prints.
 
     Raises:
@@ -92,7 +92,7 @@ def dry_run(config: SftConfig, environ: Mapping[str, str] = os.environ) -> str:
     return report(_facts(run, notes), stages)
 
 
-def _settle(config: SftConfig, environ: Mapping[str, str]) -> tuple[_Run, list[str]]:
+def _settle(config: TrainConfig, environ: Mapping[str, str]) -> tuple[_Run, list[str]]:
     settings = config.parallelism
     for name in ("deepspeed", "grad_compression", "local_updates"):
         if getattr(settings, name):
@@ -138,7 +138,7 @@ def _settle(config: SftConfig, environ: Mapping[str, str]) -> tuple[_Run, list[s
     return run, layout.notes
 
 
-def _folder(config: SftConfig) -> Path:
+def _folder(config: TrainConfig) -> Path:
     """Where config.json is; weights aren't looked at."""
     given = Path(config.model.model or "").expanduser()
     return given if config.model.model and (given / "config.json").is_file() else resolve_model(config.model)

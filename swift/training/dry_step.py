@@ -30,7 +30,6 @@ from swift.models.head import find_decoder, find_head
 from swift.models.prepare import decoder_layers, enable_checkpointing
 from swift.models.router import build_router_loss
 from swift.models.trained_linear import enable_trained_linear
-from swift.objectives import build_objective
 from swift.optim import local_parameters
 from swift.training.module import TrainModule
 from swift.training.parallelize import Build, Making, SpreadModel, make_strategy, spread_model
@@ -114,13 +113,11 @@ def whole_model(build: Build, mesh: Mesh, making: Making) -> SpreadModel:
     enable_fast_elementwise(whole)
     if whole is causal_lm:
         enable_trained_linear(decoder)
-    objective = build_objective(making.objective)
     module = TrainModule(
         whole,
         decoder=decoder,
         head=head,
-        objective=objective,
-        evaluation=objective.evaluation(),
+        objectives=making.make_objectives(mesh),
         neftune_alpha=making.objective.neftune_noise_alpha,
         router_loss=build_router_loss(causal_lm, making.objective.router_aux_loss_coef, mesh),
     )

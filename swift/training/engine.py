@@ -10,10 +10,9 @@ from typing import cast
 import torch
 from torch import nn
 
-from swift.config.commands import SftConfig
+from swift.config.commands import TrainConfig
 from swift.config.deepspeed import Filling
 from swift.models.router import build_router_loss
-from swift.objectives import build_objective
 from swift.optim import LocalParameters, build_optimizer
 from swift.training.communication import Communication, build_data_parallel, build_spread
 from swift.training.deepspeed import DeepSpeed, make_plan
@@ -23,7 +22,7 @@ from swift.training.session import Session
 
 
 def build_engine(
-    config: SftConfig, session: Session, model: Model, micro_batches: int
+    config: TrainConfig, session: Session, model: Model, micro_batches: int
 ) -> tuple[Communication, torch.optim.Optimizer]:
     """The strategy with what goes along with it, and the optimizer over this process's trained parameters.
 
@@ -33,13 +32,11 @@ def build_engine(
     if model.spread is not None and model.making is not None:
         optimizer = _optimizer(config, model.spread.local)
         return build_spread(model.spread, model.making, session), optimizer
-    objective = build_objective(config.objective)
     module = TrainModule(
         model.whole,
         decoder=model.decoder,
         head=model.head,
-        objective=objective,
-        evaluation=objective.evaluation(),
+        objectives=session.method.make_objectives(config, session.mesh),
         neftune_alpha=config.objective.neftune_noise_alpha,
         router_loss=build_router_loss(model.causal_lm, config.objective.router_aux_loss_coef, session.mesh),
     )
@@ -50,7 +47,7 @@ def build_engine(
     return build_data_parallel(config.parallelism, session, module, optimizer, micro_batches), optimizer
 
 
-def _optimizer(config: SftConfig, model: nn.Module | LocalParameters) -> torch.optim.Optimizer:
+def _optimizer(config: TrainConfig, model: nn.Module | LocalParameters) -> torch.optim.Optimizer:
     return build_optimizer(
         model,
         config.optimizer,
@@ -60,7 +57,7 @@ def _optimizer(config: SftConfig, model: nn.Module | LocalParameters) -> torch.o
 
 
 def _deepspeed(
-    config: SftConfig, session: Session, model: Model, module: TrainModule, optimizer: torch.optim.Optimizer
+    config: TrainConfig, session: Session, model: Model, module: TrainModule, optimizer: torch.optim.Optimizer
 ) -> DeepSpeed:
     assert config.parallelism.deepspeed is not None
     filling = Filling(

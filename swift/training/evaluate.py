@@ -1,15 +1,19 @@
-"""Measure the objective on rows that aren't trained on."""
+"""Measure the objective on rows that aren't trained on, and what a model says of them."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import torch
 
-from swift.data.loading.batch import Examples, Layout
+from swift.data.loading.batch import Annotate, Batch, Examples, Layout
 from swift.data.loading.loader import evaluation_batches
 from swift.distributed import ProcessGroup
-from swift.training.strategy import Strategy
+from swift.training.method import LookAhead, Prediction, Report
+from swift.training.strategy import Strategy, as_in_evaluation
+from swift.training.trainer_parts import TrainerParts
 
 
 @torch.no_grad()
@@ -20,29 +24,67 @@ def evaluate(
     *,
     tokens_per_batch: int,
     group: ProcessGroup,
+    look_ahead: LookAhead | None = None,
+    annotate: Annotate | None = None,
 ) -> dict[str, float]:
-    """`eval_loss` (mean over target weights), `eval_perplexity`, `eval_token_accuracy`; the same on every rank.
+    """`eval_loss` and the means of what the objective sums up beside it; the same on every rank.
 
-    Draws nothing from the random generators, so a run with evaluations trains as one without.
+    For sequences of tokens these are means over target weights, and `eval_perplexity` is there too. Draws nothing from
+    the random generators, so a run with evaluations trains as one without.
+
+    Args:
+        look_ahead: takes the whole evaluation for one step.
+        annotate: adds facts to batches.
     """
-    module, data = strategy.module, strategy.mesh["dp"]
-    was_training = module.training
-    module.eval()
-    totals = [0.0, 0.0, 0.0, 0.0]
-    batches = evaluation_batches(
-        examples, layout, tokens_per_batch=tokens_per_batch, rank=data.rank, world_size=data.size
-    )
-    for batch in batches:
-        terms = strategy.evaluate(batch)
-        totals[0] += float(terms.loss_sum)
-        totals[1] += terms.weight
-        totals[2] += float(terms.sums["token_accuracy"])
-        totals[3] += terms.counts["token_accuracy"]
-    module.train(was_training)
-    loss, weight, correct, targets = (total / strategy.copies for total in group.sum(totals))
-    mean = loss / weight
-    return {
-        "eval_loss": mean,
-        "eval_perplexity": math.exp(min(mean, 700.0)),
-        "eval_token_accuracy": correct / targets,
-    }
+    data = strategy.mesh["dp"]
+    places: dict[str, Any] = {"tokens_per_batch": tokens_per_batch, "rank": data.rank, "world_size": data.size}
+    totals: dict[str, list[float]] = {}
+    with as_in_evaluation(strategy.module):
+        batches = evaluation_batches(examples, layout, **places, annotate=annotate)
+        if look_ahead is not None:
+            batches = iter(known := list(batches))
+            look_ahead(strategy, known, training=False)
+        for batch in batches:
+            terms = strategy.evaluate(batch)
+            found = {"loss": (float(terms.loss_sum), terms.weight)}
+            found |= {name: (float(value), terms.counts[name]) for name, value in terms.sums.items()}
+            for name, pair in found.items():
+                total = totals.setdefault(name, [0.0, 0.0])
+                total[0] += pair[0]
+                total[1] += pair[1]
+    names = sorted(totals)
+    summed = group.sum([number for name in names for number in totals[name]])
+    pairs = zip(names, summed[::2], summed[1::2], strict=True)
+    values = {f"eval_{name}": total / count for name, total, count in pairs if count}
+    if not layout.units:
+        values["eval_perplexity"] = math.exp(min(values["eval_loss"], 700.0))
+    return values
+
+
+@torch.no_grad()
+def predict(parts: TrainerParts, strategy: Strategy) -> Report:
+    """What the metrics say of the model's answers to all evaluation units; the same on every rank."""
+    assert parts.metrics is not None and parts.eval_examples is not None
+    data = strategy.mesh["dp"]
+    places: dict[str, Any] = {"tokens_per_batch": parts.eval_tokens_per_batch, "rank": data.rank, "world_size": data.size}
+    mine = [
+        prediction
+        for batch in evaluation_batches(parts.eval_examples, parts.loader.layout, **places)
+        for prediction in predictions(batch, strategy.measure(batch, parts.metrics.probe))
+    ]
+    gathered = parts.group.along(data).gather(mine)
+    return parts.metrics.report([prediction for some in gathered for prediction in some])
+
+
+def predictions(batch: Batch, outputs: torch.Tensor) -> list[Prediction]:
+    """Outputs of targets, [targets, ...], by units and their sequences."""
+    sequences = batch.sequences
+    assert sequences is not None
+    found = outputs.float().cpu().numpy()
+    owners, units, kinds = (t.cpu().numpy() for t in (sequences.target, sequences.unit, sequences.kind))
+    result = []
+    for number, values in enumerate(sequences.values):
+        members = np.flatnonzero(units == number)
+        said = tuple(found[owners == member] for member in members)
+        result.append(Prediction(values, tuple(kinds[members].tolist()), said))
+    return result

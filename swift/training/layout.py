@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from swift.config.auto_parallel import choose
 from swift.config.cluster import read_cluster
-from swift.config.commands import SftConfig
+from swift.config.commands import TrainConfig
 from swift.config.degrees import Degrees, needs_shape, read_model_shape, resolve_degrees
 from swift.config.parallel import ParallelConfig
 from swift.core.devices import Device
@@ -50,7 +50,7 @@ class Layout:
         return ", ".join([self.degrees.words(), *ways])
 
 
-def settle_layout(config: SftConfig, group: ProcessGroup, device: Device) -> Layout:
+def settle_layout(config: TrainConfig, group: ProcessGroup, device: Device) -> Layout:
     """Work out the sizes of the axes; every rank calls it and gets the same.
 
     Raises:

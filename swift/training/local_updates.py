@@ -39,7 +39,8 @@ from swift.config.communication import LocalUpdates
 from swift.core.errors import UsageError
 from swift.distributed.mesh import Axis
 from swift.distributed.traffic import TRAFFIC
-from swift.training.trainer import Callback, Trainer
+from swift.training.trainer import Trainer
+from swift.training.trainer_parts import Callback
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _LAYER = re.compile(r"\.(\d+)\.")

@@ -9,12 +9,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from swift.config.commands import SftConfig
+from swift.config.commands import TrainConfig
 from swift.data.loading.loader import Loader
 from swift.models.elementwise import enable_fast_elementwise
 from swift.models.head import OutputHead, find_decoder, find_head, prove_head
+from swift.models.kinds import Task, fresh_words, task_of
 from swift.models.loading import check_context, load_model
 from swift.models.memory import decide_checkpointing, estimate_memory, free_memory_bytes
+from swift.models.prefix_proof import prove_prefixes, shares_prefixes
 from swift.models.prepare import choose_attention, compile_layers, enable_checkpointing, fix_ends, seed_everything
 from swift.models.trained_linear import enable_trained_linear
 from swift.models.tuners import (
@@ -36,6 +38,7 @@ class Model:
     Attributes:
         whole: the model with its adapters; causal_lm: the Hugging Face model inside.
         padding_free: whether it takes examples laid end to end.
+        why_unshared: why sequences can't share the prompt of their unit; None where they can.
         spread: set where this process holds only a part: `whole` and the rest are its first piece's then.
     """
 
@@ -45,6 +48,7 @@ class Model:
     head: OutputHead
     padding_free: bool
     trainable: dict[str, Any]
+    why_unshared: str | None = None
     spread: SpreadModel | None = None
     making: Making | None = None
 
@@ -54,14 +58,27 @@ class Model:
         return [self.causal_lm] if self.spread is None else [chunk.causal_lm for chunk in self.spread.chunks]
 
 
-def build_model(config: SftConfig, session: Session, data: Data) -> Model:
-    """Load, adapt, and choose how it attends; prove that head and attention mean what the model means."""
+def build_model(config: TrainConfig, session: Session, data: Data, task: Task | None = None) -> Model:
+    """Load, adapt, and choose how it attends; prove that head and attention mean what the model means.
+
+    Args:
+        task: which head it gets; default: what the run trains for.
+    """
+    task = session.method.task if task is None else task
     if session.layout.spread:
-        return _spread(config, session, data)
+        return _spread(config, session, data, task)
     dtype = session.precision.stored(full=config.tuner.tuner_type == "full")
     causal_lm = load_model(
-        data.model_path, config.model, dtype=dtype, device=session.device.torch_device, tokenizer=data.tokenizer
+        data.model_path,
+        config.model,
+        dtype=dtype,
+        device=session.device.torch_device,
+        tokenizer=data.tokenizer,
+        task=task,
+        seed=config.training.seed,
     )
+    words = None if config.model.adapters else fresh_words(causal_lm)
+    session.notes += [words] if words else []
     decoder, head = find_decoder(causal_lm), find_head(causal_lm)
     prove_head(causal_lm, decoder, head)
     padding_free, notes = choose_attention(
@@ -72,6 +89,9 @@ def build_model(config: SftConfig, session: Session, data: Data) -> Model:
         autocast=session.precision.autocast,
     )
     session.notes += notes
+    why_unshared: str | None = "rows are padded"
+    if session.method.units and padding_free:
+        why_unshared = _why_unshared(causal_lm, decoder, session)
     beyond = check_context(causal_lm.config, data.train.longest)
     session.notes += [beyond] if beyond else []
     fix_ends(causal_lm, data.encoder.stop_token_ids())
@@ -84,25 +104,37 @@ def build_model(config: SftConfig, session: Session, data: Data) -> Model:
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()
     head = find_head(decoder_owner(whole))
-    return Model(whole, decoder_owner(whole), decoder, head, padding_free, trainable_summary(whole))
+    summary = trainable_summary(whole)
+    return Model(whole, decoder_owner(whole), decoder, head, padding_free, summary, why_unshared=why_unshared)
 
 
-def _spread(config: SftConfig, session: Session, data: Data) -> Model:
-    spread, making, padding_free = build_spread(config, session, data)
+def _why_unshared(causal_lm: PreTrainedModel, decoder: nn.Module, session: Session) -> str | None:
+    """Why sequences can't share the prompt of their unit; None where they can, which is tried first."""
+    reason = shares_prefixes(causal_lm)
+    if reason is None:
+        prove_prefixes(causal_lm, decoder, autocast=session.precision.autocast)
+    return reason
+
+
+def _spread(config: TrainConfig, session: Session, data: Data, task: Task) -> Model:
+    spread, making, attention = build_spread(config, session, data, task)
     first = spread.chunks[0]
     trainable = trainable_of(spread, session)
     decoder = find_decoder(first.causal_lm)
-    return Model(first.whole, first.causal_lm, decoder, first.head, padding_free, trainable, spread, making)
+    padding_free, why = attention.padding_free, attention.why_unshared
+    return Model(first.whole, first.causal_lm, decoder, first.head, padding_free, trainable, why, spread, making)
 
 
-def save_memory(config: SftConfig, session: Session, model: Model, loader: Loader) -> None:
+def save_memory(config: TrainConfig, session: Session, model: Model, loader: Loader) -> None:
     """Decide on recompute from an estimate; compile if asked to."""
+    causal = task_of(model.causal_lm).kind == "causal_lm"
+    vocab = model.causal_lm.config.get_text_config().vocab_size
     estimate = estimate_memory(
         model.whole,
         model.causal_lm.config,
         tokens=loader.largest_micro_batch // session.mesh["cp"].size,
         dtype=session.precision.compute,
-        logits_rows=chunk_rows(model.causal_lm.config.get_text_config().vocab_size, config.objective.loss_chunk_size),
+        logits_rows=chunk_rows(vocab, config.objective.loss_chunk_size) if causal else 0,
     )
     on, words = decide_checkpointing(
         config.training.gradient_checkpointing,

@@ -6,32 +6,52 @@ all tokens; the head only where a token is predicted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
+from swift.config.training import LossConfig
 from swift.data.loading.batch import Batch
+from swift.distributed.mesh import Mesh
 from swift.models.attention import segment_arguments
 from swift.models.head import OutputHead
 from swift.models.router import RouterLoss, Routing
-from swift.objectives import LossTerms
+from swift.objectives import LossTerms, build_objective
 from swift.training.neftune import EmbeddingNoise
 
 Objective = Callable[[torch.Tensor, OutputHead, Batch], LossTerms]
+# The states of targets -> what is wanted of each: [targets, ...]. Runs without gradients.
+Probe = Callable[[torch.Tensor, OutputHead, Batch], torch.Tensor]
+
+
+class Objectives(NamedTuple):
+    """What is minimised when training, and what is measured when not."""
+
+    training: Objective
+    evaluation: Objective
+
+
+MakeObjectives = Callable[[Mesh], Objectives]
+
+
+def next_token(config: LossConfig) -> MakeObjectives:
+    """Next-token prediction, with smoothing and DFT where the settings have them."""
+    objective = build_objective(config)
+    return lambda mesh: Objectives(objective, objective.evaluation())
 
 
 class TrainModule(nn.Module):
-    """Decoder, head and objective of one causal language model.
+    """Decoder, head and objective of one model.
 
     Args:
         model: the whole model, adapters included; its parameters are the module's.
         decoder: the part of it that ends in hidden states; `head`: how they become logits.
-        objective: what is minimised when training; `evaluation`: what is measured when not.
+        objectives: for training and for evaluation.
         router_loss: what is minimised besides, if the experts' load is to be balanced.
     """
 
@@ -41,8 +61,7 @@ class TrainModule(nn.Module):
         *,
         decoder: nn.Module,
         head: OutputHead,
-        objective: Objective,
-        evaluation: Objective,
+        objectives: Objectives,
         neftune_alpha: float | None = None,
         router_loss: RouterLoss | None = None,
     ) -> None:
@@ -50,8 +69,8 @@ class TrainModule(nn.Module):
         self.model = model
         self._decoder = [decoder]  # in lists, so that they aren't registered a second time
         self._head = head
-        self._objective = objective
-        self._evaluation = evaluation
+        self._objectives = objectives
+        self._probe: Probe | None = None
         self.router_loss = router_loss
         causal_lm = decoder_owner(model)
         config = causal_lm.config.get_text_config()
@@ -62,11 +81,22 @@ class TrainModule(nn.Module):
         if neftune_alpha:
             self._noise = EmbeddingNoise(causal_lm.get_input_embeddings(), neftune_alpha)
 
+    @contextmanager
+    def probing(self, probe: Probe) -> Iterator[None]:
+        """Inside, `forward` gives `LossTerms` without a loss whose `measured` is what the probe makes of the states."""
+        self._probe = probe
+        try:
+            yield
+        finally:
+            self._probe = None
+
     def forward(self, batch: Batch) -> LossTerms:
-        """Loss terms of one micro-batch; the plain evaluation objective outside of training mode."""
+        """Loss terms of one micro-batch; those of the evaluation objective outside of training mode."""
         arguments: dict[str, Any] = {}
         if batch.borders is not None:
-            arguments = segment_arguments(batch.borders, batch.input_ids.device, lengths=self._needs_lengths)
+            arguments = segment_arguments(
+                batch.borders, batch.input_ids.device, lengths=self._needs_lengths, prefixes=batch.prefixes
+            )
         else:
             arguments["attention_mask"] = batch.attention_mask
         if self._noise is not None:
@@ -80,7 +110,9 @@ class TrainModule(nn.Module):
                 input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **arguments
             ).last_hidden_state
         predicting = hidden.flatten(0, 1)[batch.target_index]
-        objective = self._objective if self.training else self._evaluation
+        if self._probe is not None:
+            return LossTerms(predicting.new_zeros(()), 0.0, measured=self._probe(predicting, self._head, batch))
+        objective = self._objectives.training if self.training else self._objectives.evaluation
         terms = objective(predicting, self._head, batch)
         if router_loss is not None:
             add_router_loss(terms, router_loss, routings, batch)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from swift.config.parallel import ParallelConfig
-from swift.config.training import ObjectiveConfig
+from swift.config.training import LossConfig
 from swift.distributed.context.attention import use_context_attention
 from swift.distributed.experts import apply_expert_parallel
 from swift.distributed.mesh import Mesh
@@ -30,9 +30,8 @@ from swift.models.elementwise import enable_fast_elementwise
 from swift.models.head import find_decoder, find_head
 from swift.models.router import build_router_loss
 from swift.models.trained_linear import enable_trained_linear
-from swift.objectives import build_objective
 from swift.optim.local import LocalParameters, local_parameters
-from swift.training.module import TrainModule
+from swift.training.module import MakeObjectives, Objectives, TrainModule, next_token
 from swift.training.pipeline import Pipeline, stage_parameters, tie_stages
 from swift.training.precision import Precision
 from swift.training.sharded import Sharded
@@ -53,15 +52,21 @@ class Making:
         attention: the attention's name where no axis decides it.
         prepare: switches recompute and compilation on, before sharding; None for neither.
         fill: gives the numbers, after sharding; None for a model that has them.
+        objectives: made for a mesh; default: next-token prediction, as `objective` says.
     """
 
     parallelism: ParallelConfig
-    objective: ObjectiveConfig
+    objective: LossConfig
     precision: Precision
     attention: str = VARLEN
     pad_token_id: int = 0
     prepare: Step | None = None
     fill: Step | None = None
+    objectives: MakeObjectives | None = None
+
+    def make_objectives(self, mesh: Mesh) -> Objectives:
+        """What is minimised and measured."""
+        return (self.objectives or next_token(self.objective))(mesh)
 
 
 @dataclass
@@ -136,14 +141,13 @@ def _apply_axes(whole: nn.Module, causal_lm: PreTrainedModel, spread: Spread, ma
 
 
 def _module(chunk: Chunk, mesh: Mesh, making: Making) -> nn.Module:
-    objective = build_objective(making.objective)
+    objectives = making.make_objectives(mesh)
     router_loss = build_router_loss(chunk.causal_lm, making.objective.router_aux_loss_coef, mesh)
     alpha = making.objective.neftune_noise_alpha
     if mesh["pp"]:
         return StageModule(
             chunk,
-            objective=objective,
-            evaluation=objective.evaluation(),
+            objectives=objectives,
             autocast=making.precision.autocast,
             neftune_alpha=alpha,
             router_loss=router_loss,
@@ -152,8 +156,7 @@ def _module(chunk: Chunk, mesh: Mesh, making: Making) -> nn.Module:
         chunk.whole,
         decoder=find_decoder(chunk.causal_lm),
         head=chunk.head,
-        objective=objective,
-        evaluation=objective.evaluation(),
+        objectives=objectives,
         neftune_alpha=alpha,
         router_loss=router_loss,
     )

@@ -18,23 +18,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 from swift.core.errors import UsageError
 from swift.data.loading.batch import Batch, Layout, make_batch
 from swift.distributed.collectives import all_reduce
-from swift.distributed.context.batches import cut_batch, rows_length
+from swift.distributed.context.batches import cut_batch, join_targets, number_targets, rows_length
 from swift.distributed.gradients import clip_gradients, cut_axes
 from swift.distributed.pipeline.runner import PipelineRunner
 from swift.distributed.pipeline.schedules import SPLIT_BACKWARD, micro_batches_needed
 from swift.distributed.sharding import sharded_modules
 from swift.distributed.spread import Spread, finish_gradients, local_tensor
 from swift.distributed.traffic import TRAFFIC
+from swift.models.kinds import task_of
 from swift.models.lora_kernel import disable_fast_lora
 from swift.models.trained_linear import disable_trained_linear
 from swift.objectives import LossTerms
 from swift.optim.local import LocalParameters
+from swift.training.module import Probe
 from swift.training.stage import StageModule
-from swift.training.strategy import Stepped, ToLoss, step_optimizer
+from swift.training.strategy import Stepped, ToLoss, as_in_evaluation, measured, step_optimizer
 
 # Rows are as long as the longest needs, rounded up by less than an eighth: then few lengths occur, and stages are
 # seldom built anew.
@@ -156,6 +159,36 @@ class Pipeline:
                 part.reshard()
         return self._share_terms(1)[0]
 
+    @torch.no_grad()
+    def measure(self, batch: Batch, probe: Probe) -> torch.Tensor:
+        mine = self._cut(number_targets(batch)).to(self.device)
+        last = next((stage for stage in self.stages if stage.chunk.last), None)
+        with as_in_evaluation(self.module):
+            tokens = self._load([mine], None)
+            if last is not None:
+                last.probe = probe
+            try:
+                self.runner.evaluate(0, tokens)
+            finally:
+                if last is not None:
+                    last.probe = None
+        for stage in self.stages:
+            for part in sharded_modules(stage):
+                part.reshard()
+        found = None if last is None else measured(last.terms[0]).contiguous()
+        return join_targets(self._from_last(found), mine, len(batch.target_index), self.mesh["cp"])
+
+    def _from_last(self, found: torch.Tensor | None) -> torch.Tensor:
+        """The last stage's tensor, on all ranks along `pp`."""
+        axis = self.mesh["pp"]
+        facts: list = [None if found is None else (tuple(found.shape), found.dtype)]
+        dist.broadcast_object_list(facts, group=axis.group, group_src=self.runner.last_rank)
+        shape, dtype = facts[0]
+        whole = torch.empty(shape, dtype=dtype, device=self.device) if found is None else found
+        dist.broadcast(whole, group=axis.group, group_src=self.runner.last_rank)
+        TRAFFIC.count(axis.name, "broadcast", whole.numel() * whole.element_size() if found is not None else 0)
+        return whole
+
     def clip(self, limit: float) -> float:
         self._norm = clip_gradients(self._named, self._spread, limit)
         return self._norm
@@ -208,7 +241,7 @@ class Pipeline:
     def _find_tied(self) -> dict[str, StageModule]:
         """Stages of this process with a trained matrix that is the embedding of the first and the head of the last."""
         chunk = self.stages[0].chunk
-        if chunk.num_stages == 1 or not getattr(chunk.causal_lm.config.get_text_config(), "tie_word_embeddings", False):
+        if chunk.num_stages == 1 or not _ties_ends(chunk.causal_lm):
             return {}
         tied = {end: stage for stage in self.stages for end in ("first", "last") if getattr(stage.chunk, end)}
         tied = {end: stage for end, stage in tied.items() if _end_matrix(stage, end).requires_grad}
@@ -257,9 +290,15 @@ def tie_stages(stages: Sequence[StageModule]) -> None:
     parameters: `Pipeline` keeps two copies equal then.
     """
     ends = {end: stage for stage in stages for end in ("first", "last") if getattr(stage.chunk, end)}
-    if len(ends) == 2 and getattr(stages[0].chunk.causal_lm.config.get_text_config(), "tie_word_embeddings", False):
+    if len(ends) == 2 and _ties_ends(stages[0].chunk.causal_lm):
         head = ends["last"].chunk.causal_lm.get_output_embeddings()
         head.weight = ends["first"].chunk.causal_lm.get_input_embeddings().weight
+
+
+def _ties_ends(causal_lm: PreTrainedModel) -> bool:
+    """Whether the embedding is the head too: of a language model only."""
+    tied = getattr(causal_lm.config.get_text_config(), "tie_word_embeddings", False)
+    return bool(tied) and task_of(causal_lm).kind == "causal_lm"
 
 
 def _end_matrix(stage: StageModule, end: str) -> nn.Parameter:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from swift.checkpoint import RunState
 from swift.checkpoint.store import SUPERSEDED
-from swift.config.commands import SftConfig
+from swift.config.commands import TrainConfig
 from swift.core.errors import UsageError
 from swift.data.loading.batch import Layout
 from swift.data.loading.loader import Loader, Outlook
@@ -19,7 +19,7 @@ from swift.data.loading.loader import Loader, Outlook
 DEFAULT_EXAMPLES_PER_STEP = 16
 
 
-def accumulation_steps(config: SftConfig, world_size: int) -> int:
+def accumulation_steps(config: TrainConfig, world_size: int) -> int:
     """Micro-batches per step and data-parallel rank: the user's, else enough for 16 examples in all.
 
     Raises:
@@ -41,17 +41,24 @@ def accumulation_steps(config: SftConfig, world_size: int) -> int:
     return max(1, math.ceil(DEFAULT_EXAMPLES_PER_STEP / (config.training.per_device_train_batch_size * world_size)))
 
 
-def build_layout(config: SftConfig, *, world_size: int, padding_free: bool, pad_token_id: int) -> Layout:
-    """How examples share micro-batches, from the settings and what the model allows."""
+def build_layout(
+    config: TrainConfig, *, world_size: int, padding_free: bool, pad_token_id: int, longest: int = 0
+) -> Layout:
+    """How examples share micro-batches, from the settings and what the model allows.
+
+    Args:
+        longest: tokens of the longest unit of several sequences, which may have more than max_length; 0 for others.
+    """
     batching = config.batching
     packing_length = 0
     if batching.packing:
-        packing_length = batching.packing_length or config.template.max_length
-        if packing_length < config.template.max_length:
+        needed = max(longest, 0 if longest else config.template.max_length)
+        packing_length = batching.packing_length or max(needed, config.template.max_length)
+        if packing_length < needed:
             raise UsageError(
-                f"rows of {packing_length} tokens can't hold examples of up to {config.template.max_length}",
+                f"rows of {packing_length} tokens can't hold examples of up to {needed}",
                 where="--packing_length",
-                fix="make packing_length at least max_length, or lower --max_length",
+                fix=f"--packing_length {needed}, or lower --max_length",
             )
     group = batching.group_by_length
     return Layout(
@@ -93,7 +100,7 @@ class RunLength:
         return self.epochs_done(state) >= self.epochs - 1e-9
 
 
-def run_length(config: SftConfig, loader: Loader, state: RunState) -> RunLength:
+def run_length(config: TrainConfig, loader: Loader, state: RunState) -> RunLength:
     """How long the run is: `max_steps`, else `num_train_epochs`.
 
     Where the units of an epoch are known, the steps of all epochs are added up: those done plus those left. Counting
@@ -124,7 +131,7 @@ def run_length(config: SftConfig, loader: Loader, state: RunState) -> RunLength:
     )
 
 
-def _counted_steps(config: SftConfig, loader: Loader, state: RunState) -> int:
+def _counted_steps(config: TrainConfig, loader: Loader, state: RunState) -> int:
     whole, part = divmod(config.training.num_train_epochs, 1)
     steps = state.step
     for epoch in range(state.epoch, int(whole) + 1):
@@ -150,7 +157,7 @@ def _estimated_steps(epochs: float, outlook: Outlook, loader: Loader, state: Run
     return max(1, state.step + math.ceil(left * outlook.units / loader.global_units))
 
 
-def run_folder(config: SftConfig, model_name: str, continued: Path | None) -> Path:
+def run_folder(config: TrainConfig, model_name: str, continued: Path | None) -> Path:
     """Where the run writes: the continued run's folder, else a new `vN-<time>` in output_dir (or output_dir itself)."""
     if continued is not None:  # a checkpoint that was set aside goes on in the run it came from
         return continued.parent if continued.name == SUPERSEDED else continued

@@ -10,13 +10,15 @@ from typing import cast
 
 import torch
 from peft import PeftModel
+from transformers import PreTrainedModel
 
 from swift.config import save_config
-from swift.config.commands import SftConfig
+from swift.config.commands import TrainConfig
 from swift.models.adapters import load_adapter_weights, save_adapter
 from swift.models.empty import build_empty_model
 from swift.models.fill import read_adapter, read_weights
 from swift.models.gathered import write_adapter, write_model
+from swift.models.kinds import Task, task_of, write_task
 from swift.models.loading import load_model
 from swift.models.quiet import quiet_transformers
 from swift.training.data import Data
@@ -30,10 +32,10 @@ from swift.training.sharded_saver import ShardedSaver
 
 
 def build_saver(
-    config: SftConfig, session: Session, data: Data, model: Model
+    config: TrainConfig, session: Session, data: Data, model: Model
 ) -> RunSaver | ShardedSaver | DeepSpeedSaver:
     """The saver of this run: of whole models, or of one that is spread over processes."""
-    around = _surroundings(config, session, data)
+    around = _surroundings(config, session, data, task_of(model.causal_lm))
     if model.spread is not None:
         return _of_spread(config, session, model.spread, around)
     if config.parallelism.deepspeed:
@@ -50,7 +52,7 @@ def build_saver(
                 model.causal_lm.save_pretrained(str(folder), state_dict=state)
         elif isinstance(model.whole, PeftModel):
             save_adapter(model.whole, folder)
-            model.causal_lm.generation_config.save_pretrained(str(folder))
+            _write_generation_settings(model.causal_lm, folder)
         around(folder)
 
     return RunSaver(
@@ -65,17 +67,24 @@ def build_saver(
     )
 
 
-def _load_public(config: SftConfig, data: Data, model: Model, folder: Path) -> None:
+def _load_public(config: TrainConfig, data: Data, model: Model, folder: Path) -> None:
     """Read the public part of a checkpoint into a model that this process holds as a whole."""
     if isinstance(model.whole, PeftModel):
         load_adapter_weights(model.whole, folder)
         return
-    fresh = load_model(folder, config.model, dtype=torch.float32, tokenizer=data.tokenizer)
+    fresh = load_model(
+        folder, config.model, dtype=torch.float32, tokenizer=data.tokenizer, task=task_of(model.causal_lm)
+    )
     model.causal_lm.load_state_dict(fresh.state_dict())
 
 
-def _surroundings(config: SftConfig, session: Session, data: Data) -> Callable[[Path], None]:
-    """Writes what belongs to a model that anyone can use: tokenizer, chat template, configuration."""
+def _write_generation_settings(causal_lm: PreTrainedModel, folder: Path) -> None:
+    if causal_lm.can_generate():
+        causal_lm.generation_config.save_pretrained(str(folder))
+
+
+def _surroundings(config: TrainConfig, session: Session, data: Data, task: Task) -> Callable[[Path], None]:
+    """Writes what belongs to a model that anyone can use: tokenizer, chat template, task, configuration."""
     if session.ask_thinking is not None:
         config = replace(config, template=replace(config.template, enable_thinking=session.ask_thinking))
 
@@ -83,13 +92,14 @@ def _surroundings(config: SftConfig, session: Session, data: Data) -> Callable[[
         data.tokenizer.save_pretrained(str(folder))
         if data.encoder.template is not None:
             (folder / "chat_template.jinja").write_text(data.encoder.template)
+        write_task(folder, task)
         save_config(config, folder)
 
     return write
 
 
 def _of_deepspeed(
-    config: SftConfig, session: Session, data: Data, model: Model, around: Callable[[Path], None]
+    config: TrainConfig, session: Session, data: Data, model: Model, around: Callable[[Path], None]
 ) -> DeepSpeedSaver:
     group, compute = session.group, session.precision.compute
 
@@ -102,7 +112,7 @@ def _of_deepspeed(
             tensors = {**model.whole.state_dict(), **{name: gathered.whole(name) for name in trained}}
             if group.main:
                 save_adapter(model.whole, folder, tensors=tensors)
-                model.causal_lm.generation_config.save_pretrained(str(folder))
+                _write_generation_settings(model.causal_lm, folder)
         if group.main:
             around(folder)
 
@@ -119,7 +129,7 @@ def _of_deepspeed(
 
 
 def _of_spread(
-    config: SftConfig, session: Session, spread: SpreadModel, around: Callable[[Path], None]
+    config: TrainConfig, session: Session, spread: SpreadModel, around: Callable[[Path], None]
 ) -> ShardedSaver:
     group, compute = session.group, session.precision.compute
     full = config.tuner.tuner_type == "full"
@@ -131,14 +141,16 @@ def _of_spread(
         else:
             write_adapter([cast(PeftModel, chunk.whole) for chunk in spread.chunks], folder, group)
             if group.main:
-                models[0].generation_config.save_pretrained(str(folder))
+                _write_generation_settings(models[0], folder)
         if group.main:
             around(folder)
 
     def load_public(folder: Path) -> None:
         for part in models:
             if full:
-                empty = build_empty_model(folder, config.model, dtype=torch.float32, attn_implementation="eager")
+                empty = build_empty_model(
+                    folder, config.model, dtype=torch.float32, attn_implementation="eager", task=task_of(part)
+                )
                 read_weights(part, folder, empty)
             else:
                 read_adapter(part, folder)

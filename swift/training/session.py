@@ -11,7 +11,7 @@ import torch
 
 from swift.checkpoint import Checkpoint, RunLock, RunState, clear, find_checkpoint, list_checkpoints, remove_unfinished
 from swift.config.cluster import read_cluster
-from swift.config.commands import PtConfig, SftConfig
+from swift.config.commands import TrainConfig
 from swift.config.files import to_flat
 from swift.core.devices import Device, detect_device
 from swift.core.errors import UsageError
@@ -24,6 +24,7 @@ from swift.distributed.shared import check_shared_folder
 from swift.models.prepare import seed_everything
 from swift.monitor import Monitor, build_monitor
 from swift.training.layout import Layout, settle_layout
+from swift.training.method import Method
 from swift.training.plan import run_folder
 from swift.training.precision import Precision, choose_precision
 
@@ -33,7 +34,7 @@ class Session:
     """What every part of a run needs to know of its surroundings.
 
     Attributes:
-        command: the command's name, for messages.
+        method: what the run trains for.
         layout: how the processes share the work; mesh: their groups along each axis.
         resumed: the checkpoint that is continued (or whose weights are taken), if any.
         ask_thinking: how every row was asked, if the template can think and all were asked alike; inference then asks
@@ -42,7 +43,7 @@ class Session:
         notes: what was decided on the user's behalf; shown when the run starts.
     """
 
-    command: str
+    method: Method
     group: ProcessGroup
     layout: Layout
     mesh: Mesh
@@ -56,6 +57,11 @@ class Session:
     ask_thinking: bool | None = None
     locks: list[RunLock] = field(default_factory=list)
     at_close: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def command(self) -> str:
+        """The command's name, for messages."""
+        return self.method.command
 
     @property
     def continues(self) -> bool:
@@ -73,12 +79,12 @@ class Session:
                 lock.close()
 
 
-def model_label(config: SftConfig) -> str:
+def model_label(config: TrainConfig) -> str:
     """A short name for folders and headers."""
     return Path(config.model.model or "model").name
 
 
-def start_session(config: SftConfig) -> Session:
+def start_session(config: TrainConfig, method: Method) -> Session:
     """Join the process group, choose device and precision, find what to resume, make the run folder."""
     device = detect_device(local_rank())
     precision, notes = choose_precision(config.model.torch_dtype, device)
@@ -107,14 +113,11 @@ def start_session(config: SftConfig) -> Session:
         raise
     if state.step:
         monitor.resume_at(state.step)
-    command = "pt" if isinstance(config, PtConfig) else "sft"
-    notes += layout.notes
-    return Session(
-        command, group, layout, mesh, device, precision, run_dir, monitor, resumed, state, notes, locks=locks
-    )
+    notes += [*layout.notes, *method.notes]
+    return Session(method, group, layout, mesh, device, precision, run_dir, monitor, resumed, state, notes, locks=locks)
 
 
-def _open_run(config: SftConfig, locks: list[RunLock]) -> tuple[Checkpoint | None, RunState, Path]:
+def _open_run(config: TrainConfig, locks: list[RunLock]) -> tuple[Checkpoint | None, RunState, Path]:
     """Find what is continued and take the run's folder; `locks` gets the lock on it."""
     label = model_label(config)
     resumed, state = None, RunState()

@@ -18,14 +18,15 @@ from swift.config.parallel_checks import tuner_faults
 from swift.config.tuner import TunerConfig
 from swift.core.errors import UsageError
 from swift.data.loading.batch import Batch
-from swift.distributed.context.batches import cut_batch
+from swift.distributed.context.batches import cut_batch, join_targets, number_targets
 from swift.distributed.gradients import clip_gradients, cut_axes
 from swift.distributed.sharding import GradientSync, UsedParameters
 from swift.distributed.spread import Spread, finish_gradients
 from swift.objectives import LossTerms
 from swift.optim.local import LocalParameters
+from swift.training.module import Probe, TrainModule
 from swift.training.precision import Precision
-from swift.training.strategy import Stepped, ToLoss, step_optimizer
+from swift.training.strategy import Stepped, ToLoss, as_in_evaluation, measured, step_optimizer
 
 
 class Sharded:
@@ -100,6 +101,19 @@ class Sharded:
             terms = self.module(self._share(batch).to(self.device))
         self._sync.free()
         return terms
+
+    @torch.no_grad()
+    def measure(self, batch: Batch, probe: Probe) -> torch.Tensor:
+        assert isinstance(self.module, TrainModule)
+        with as_in_evaluation(self.module), self.module.probing(probe):
+            if not self._rows:
+                return measured(self.evaluate(batch))
+            numbered = number_targets(batch)
+            mine = self._share(numbered).to(self.device)
+            with self._precision.autocast():
+                part = measured(self.module(mine))
+        self._sync.free()
+        return join_targets(part, mine, len(batch.target_index), self.mesh["cp"])
 
     def clip(self, limit: float) -> float:
         self._norm = clip_gradients(self._named, self._spread, limit)

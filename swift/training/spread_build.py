@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import NamedTuple
+
 from torch import nn
 from transformers import PreTrainedModel
 
-from swift.config.commands import SftConfig
+from swift.config.commands import TrainConfig
 from swift.core.errors import UsageError
 from swift.models.empty import build_empty_model
 from swift.models.fill import Start, fill_model
 from swift.models.head import find_decoder
+from swift.models.kinds import Task, fresh_words, name_padding, task_of
 from swift.models.loading import check_context
+from swift.models.prefix_proof import prove_prefixes, shares_prefixes
 from swift.models.prepare import choose_attention, compile_layers, fix_ends
 from swift.models.proof import small_model
 from swift.models.tuners import apply_tuner
@@ -20,8 +25,19 @@ from swift.training.session import Session
 from swift.training.sharded import check_sharded_tuner
 
 
-def build_spread(config: SftConfig, session: Session, data: Data) -> tuple[SpreadModel, Making, bool]:
-    """The spread model, what it was made of, and whether examples are laid end to end.
+class Attending(NamedTuple):
+    """The attention's name, whether examples are laid end to end, and why sequences can't share a unit's prompt (None:
+    they can)."""
+
+    name: str
+    padding_free: bool
+    why_unshared: str | None
+
+
+def build_spread(
+    config: TrainConfig, session: Session, data: Data, task: Task
+) -> tuple[SpreadModel, Making, Attending]:
+    """The spread model, what it was made of, and how it attends.
 
     Raises:
         UsageError, ModelError: the model, or how it is tuned, can't be spread in the way that was asked for.
@@ -29,12 +45,13 @@ def build_spread(config: SftConfig, session: Session, data: Data) -> tuple[Sprea
     settings, degrees = session.layout.parallelism, session.layout.degrees
     check_sharded_tuner(config.tuner, degrees, fsdp=settings.fsdp != "none")
     dtype = session.precision.stored(full=config.tuner.tuner_type == "full")
-    start = Start(data.model_path, config.model, config.tuner, config.training.seed, dtype)
-    attention, padding_free = _settle_attention(config, session, data)
+    start = Start(data.model_path, config.model, config.tuner, config.training.seed, dtype, task)
+    attention = _settle_attention(config, session, data, task)
     stops = data.encoder.stop_token_ids()
 
     def build() -> tuple[nn.Module, PreTrainedModel]:
-        causal_lm = build_empty_model(data.model_path, config.model, dtype=dtype)
+        causal_lm = build_empty_model(data.model_path, config.model, dtype=dtype, task=task)
+        name_padding(causal_lm, data.tokenizer.pad_token_id)
         fix_ends(causal_lm, stops)
         return apply_tuner(causal_lm, config.tuner, adapters=config.model.adapters), causal_lm
 
@@ -49,26 +66,28 @@ def build_spread(config: SftConfig, session: Session, data: Data) -> tuple[Sprea
         settings,
         config.objective,
         session.precision,
-        attention=attention,
+        attention=attention.name,
         pad_token_id=int(data.tokenizer.pad_token_id or 0),
         prepare=prepare,
         fill=fill,
+        objectives=partial(session.method.make_objectives, config),
     )
     model = spread_model(build, session.mesh, making)
     if config.training.torch_compile:
         session.notes.append("the layers are compiled in the first steps, which take half a minute or more")
-    return model, making, padding_free
+    return model, making, attention
 
 
-def _settle_attention(config: SftConfig, session: Session, data: Data) -> tuple[str, bool]:
-    """The attention's name and whether examples are laid end to end, proven on a small model of the same kind."""
+def _settle_attention(config: TrainConfig, session: Session, data: Data, task: Task) -> Attending:
+    """How the model attends, proven on a small model of the same kind."""
     rows = bool(session.mesh["tp"] or session.mesh["cp"] or session.mesh["pp"])
     axis = next((name for name in ("tp", "cp", "pp") if session.mesh[name]), "")
 
-    def settle() -> tuple[str, bool, list[str]]:
-        empty = build_empty_model(data.model_path, config.model, dtype=session.precision.compute)
+    def settle() -> tuple[Attending, list[str]]:
+        empty = build_empty_model(data.model_path, config.model, dtype=session.precision.compute, task=task)
         beyond = check_context(empty.config, data.train.longest)
-        small = small_model(empty.config, trust_remote_code=config.model.trust_remote_code)
+        words = [beyond, None if config.model.adapters else fresh_words(empty)]
+        small = small_model(empty.config, trust_remote_code=config.model.trust_remote_code, task=task_of(empty))
         padding_free, notes = choose_attention(
             small, config.model.attn_impl, padding_free=config.batching.padding_free, packing=config.batching.packing
         )
@@ -82,11 +101,16 @@ def _settle_attention(config: SftConfig, session: Session, data: Data) -> tuple[
                 fix="--fsdp fsdp2 shards it over the same processes",
             )
         name = small.config._attn_implementation or "sdpa"
-        return name, padding_free, notes + ([beyond] if beyond else [])
+        why = "ranks share rows" if session.mesh["cp"] else shares_prefixes(small)
+        if not session.method.units or not padding_free:
+            why = "rows are padded"
+        if why is None:
+            prove_prefixes(small, find_decoder(small), autocast=session.precision.autocast)
+        return Attending(name, padding_free, why), notes + [note for note in words if note]
 
-    name, padding_free, notes = session.group.from_main(settle)
+    attention, notes = session.group.from_main(settle)
     session.notes += notes
-    return name, padding_free
+    return attention
 
 
 _FLAGS = {

@@ -21,7 +21,7 @@ from swift.models.attention import segment_arguments
 from swift.models.head import OutputHead, find_decoder
 from swift.models.router import RouterLoss, Routing, carry
 from swift.objectives import LossTerms
-from swift.training.module import Objective, add_router_loss
+from swift.training.module import Objectives, Probe, add_router_loss
 from swift.training.neftune import EmbeddingNoise
 from swift.training.strategy import ToLoss
 
@@ -58,17 +58,20 @@ class StageModule(nn.Module):
     because routers on any stage may add to it.
 
     Args:
+        objectives: the last stage's.
         autocast: makes the context that it runs in. The backward pass, which PyTorch's schedule begins, must not be in
             it.
         router_loss: made of this stage's model, if the experts' load is to be balanced.
+
+    Attributes:
+        probe: what the last stage makes of the states in place of a loss, or None.
     """
 
     def __init__(
         self,
         chunk: Chunk,
         *,
-        objective: Objective,
-        evaluation: Objective,
+        objectives: Objectives,
         autocast: Callable[[], AbstractContextManager] = nullcontext,
         neftune_alpha: float | None = None,
         router_loss: RouterLoss | None = None,
@@ -81,8 +84,8 @@ class StageModule(nn.Module):
         self._batches: list[Batch] = []
         self._to_loss: ToLoss = _unchanged
         self._decoder = [find_decoder(chunk.causal_lm)]  # in a list, so that it isn't registered a second time
-        self._objective = objective
-        self._evaluation = evaluation
+        self._objectives = objectives
+        self.probe: Probe | None = None
         self._autocast = autocast
         config = chunk.causal_lm.config.get_text_config()
         self._windowed = getattr(config, "sliding_window", None) is not None
@@ -105,7 +108,7 @@ class StageModule(nn.Module):
         assert batch.borders is not None
         device = batch.input_ids.device
         lengths = self._windowed or device.type != "cpu"
-        arguments: dict[str, Any] = segment_arguments(batch.borders, device, lengths=lengths)
+        arguments: dict[str, Any] = segment_arguments(batch.borders, device, lengths=lengths, prefixes=batch.prefixes)
         if self.chunk.first:
             arguments["input_ids"] = batch.input_ids
             if self._noise is not None:
@@ -122,8 +125,13 @@ class StageModule(nn.Module):
                     position_ids=batch.position_ids, use_cache=False, **arguments
                 ).last_hidden_state
             if self.chunk.last:
-                objective = self._objective if self.training else self._evaluation
-                terms = objective(hidden.flatten(0, 1)[batch.target_index], self.chunk.head, batch)
+                predicting = hidden.flatten(0, 1)[batch.target_index]
+                if self.probe is not None:
+                    measured = self.probe(predicting, self.chunk.head, batch)
+                    terms = LossTerms(torch.zeros((), device=device), 0.0, measured=measured)
+                else:
+                    objective = self._objectives.training if self.training else self._objectives.evaluation
+                    terms = objective(predicting, self.chunk.head, batch)
             else:
                 terms = LossTerms(torch.zeros((), device=device), 0.0)
             if router_loss is not None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from swift.distributed.compression import GradientExchange
 from swift.distributed.mesh import Mesh
 from swift.distributed.traffic import TRAFFIC
 from swift.objectives import LossTerms
+from swift.training.module import Probe, TrainModule
 from swift.training.precision import Precision
 
 # A loss sum -> the loss that is differentiated: divided by the step's weight, times the loss scale of fp16.
@@ -68,7 +70,13 @@ class Strategy(Protocol):
         ...
 
     def evaluate(self, batch: Batch) -> LossTerms:
-        """The plain objective of a micro-batch, without gradients."""
+        """The evaluation objective of a micro-batch, without gradients, in the mode that the module is in."""
+        ...
+
+    def measure(self, batch: Batch, probe: Probe) -> torch.Tensor:
+        """What the probe makes of a whole micro-batch's states: [targets, ...], the same on all ranks that share it.
+
+        Without gradients, as in evaluation (no dropout); draws nothing from the random generators."""
         ...
 
     def clip(self, limit: float) -> float | None:
@@ -173,6 +181,12 @@ class DataParallel:
         with self._precision.autocast():
             return self.module(batch.to(self.device))
 
+    @torch.no_grad()
+    def measure(self, batch: Batch, probe: Probe) -> torch.Tensor:
+        assert isinstance(self.module, TrainModule)
+        with as_in_evaluation(self.module), self.module.probing(probe):
+            return measured(self.evaluate(batch))
+
     def clip(self, limit: float) -> float:
         """The norm before; of ranks that step alone, the root mean square of theirs, each clipped by its own."""
         norm = float(nn.utils.clip_grad_norm_(self._trained, limit or math.inf))
@@ -182,6 +196,23 @@ class DataParallel:
 
     def step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> Stepped:
         return step_optimizer(optimizer, scaler)
+
+
+@contextmanager
+def as_in_evaluation(module: nn.Module) -> Iterator[None]:
+    """Inside, the module is in evaluation mode."""
+    was_training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(was_training)
+
+
+def measured(terms: LossTerms) -> torch.Tensor:
+    """What a probe left in the terms."""
+    assert terms.measured is not None
+    return terms.measured
 
 
 def step_optimizer(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> Stepped:

@@ -16,99 +16,30 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from swift.checkpoint import RunState
-from swift.config.training import CheckpointConfig, EvalConfig, TrainingConfig
-from swift.core.errors import NumericsError
+from swift.core.errors import NumericsError, UsageError, did_you_mean
 from swift.core.memory import return_free_memory
-from swift.data.loading.batch import Batch, Examples
-from swift.data.loading.loader import Loader
+from swift.data.loading.batch import Batch
 from swift.distributed import ProcessGroup
 from swift.distributed.traffic import TRAFFIC
-from swift.monitor import Monitor
 from swift.objectives import LossTerms
 from swift.optim.optimizers import set_rate
-from swift.optim.schedules import Schedule
 from swift.training.diagnose import dump_nonfinite, peak_memory_gib
-from swift.training.evaluate import evaluate
-from swift.training.plan import RunLength
-from swift.training.precision import Precision
+from swift.training.evaluate import evaluate, predict
 from swift.training.stop import StopRequest
-from swift.training.strategy import Strategy
+from swift.training.trainer_parts import TrainerParts
 
 # Steps that may be left out one after another (not finite, or overflowing float16) before the run is called broken.
 MOST_SKIPS_IN_A_ROW = 20
 
 PHASES = ("forward", "backward", "clip", "step", "rescale", "record")
-
-
-class Callback:
-    """Sees every phase of every step. Override what you need; `trainer` is the running `Trainer`."""
-
-    def before_phase(self, trainer: Trainer, phase: str) -> None: ...
-
-    def after_phase(self, trainer: Trainer, phase: str) -> None: ...
-
-
-class Saver(Protocol):
-    """Writes a checkpoint of the whole run and tells where."""
-
-    def save(self, trainer: Trainer) -> Path | None: ...
-
-    def load_best(self, trainer: Trainer) -> None: ...
-
-
-class RankState(Protocol):
-    """Something that each rank remembers for itself; a checkpoint keeps it for every rank.
-
-    Attributes:
-        without_it: what a resumed run is without this state, for a warning; None: it can't go on at all.
-    """
-
-    without_it: str | None
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-@dataclass
-class TrainerParts:
-    """What a trainer is made of; `commands/sft.py` builds them.
-
-    Attributes:
-        strategy: the model on its processes (see `training/strategy.py`).
-        run_dir: where the run writes.
-        rank_states: by name, what differs between ranks beside random generators.
-        shared_weights: the context in which the model has the weights that all ranks share, for evaluating and saving.
-    """
-
-    strategy: Strategy
-    optimizer: torch.optim.Optimizer
-    schedule: Schedule
-    loader: Loader
-    group: ProcessGroup
-    monitor: Monitor
-    precision: Precision
-    saver: Saver
-    run_dir: Path
-    training: TrainingConfig
-    checkpoint: CheckpointConfig
-    evaluation: EvalConfig
-    logging_steps: int
-    length: RunLength
-    eval_examples: Examples | None = None
-    eval_tokens_per_batch: int = 4096
-    callbacks: list[Callback] = field(default_factory=list)
-    rank_states: dict[str, RankState] = field(default_factory=dict)
-    shared_weights: Callable[[], AbstractContextManager] = nullcontext
 
 
 @dataclass
@@ -211,6 +142,10 @@ class Trainer:
         parts = self.parts
         TRAFFIC.reset()
         sums = self._step_sums = _StepSums()
+        if parts.look_ahead is not None:
+            start = time.perf_counter()
+            parts.look_ahead(self.strategy, batches, training=True)
+            self.phase_seconds["forward"] += time.perf_counter() - start
         portions = self.strategy.prepare(batches)
         sums.batches = [batch for portion in portions for batch in portion]
         largest = max(batch.input_ids.numel() for batch in sums.batches)
@@ -382,11 +317,18 @@ class Trainer:
                 parts.loader.layout,
                 tokens_per_batch=parts.eval_tokens_per_batch,
                 group=parts.group,
+                look_ahead=parts.look_ahead,
+                annotate=parts.annotate_eval,
             )
+            if parts.metrics is not None:
+                report = predict(parts, self.strategy)
+                values |= {f"eval_{name}": value for name, value in report.numbers.items()}
+                if report.words:
+                    parts.monitor.event("evaluation", report.words, step=state.step)
         self.metrics |= values
         parts.monitor.log(state.step, values)
         name = parts.evaluation.metric_for_best_model
-        value = values[name if name.startswith("eval_") else f"eval_{name}"]
+        value = _ranking(values, name)
         greater = parts.evaluation.greater_is_better
         greater = not name.endswith(("loss", "perplexity")) if greater is None else greater
         best = state.best_metric
@@ -408,6 +350,22 @@ class Trainer:
         with self.parts.shared_weights():
             self.last_checkpoint = self.parts.saver.save(self)
         self._saved_step = self.state.step
+
+
+def _ranking(values: dict[str, float], name: str) -> float:
+    """The metric that ranks checkpoints.
+
+    Raises:
+        UsageError: evaluation gives none of that name.
+    """
+    key = name if name.startswith("eval_") else f"eval_{name}"
+    if key not in values:
+        raise UsageError(
+            f"the evaluation has no metric {name!r}",
+            where="--metric_for_best_model",
+            fix=f"{did_you_mean(key, values)} metrics: {', '.join(sorted(values))}".strip(),
+        )
+    return values[key]
 
 
 class _StepSums:

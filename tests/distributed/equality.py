@@ -21,7 +21,7 @@ from swift.data.rows import RowRef
 from swift.models.attention import VARLEN
 from swift.models.head import OutputHead, find_decoder, find_head
 from swift.objectives import build_objective
-from swift.training.module import TrainModule
+from swift.training.module import Objectives, TrainModule
 
 VOCAB = 96
 COMMON = {
@@ -75,8 +75,7 @@ class Tiny:
             self.whole,
             decoder=self.decoder,
             head=head or self.head,
-            objective=objective,
-            evaluation=objective.evaluation(),
+            objectives=Objectives(objective, objective.evaluation()),
         )
 
 

@@ -27,7 +27,7 @@ from swift.models.head import find_head
 from swift.models.prepare import enable_checkpointing
 from swift.models.router import build_router_loss
 from swift.objectives import build_objective
-from swift.training.module import TrainModule
+from swift.training.module import Objectives, TrainModule
 
 FOUR = COMMON | {"num_hidden_layers": 2, "num_key_value_heads": 4}
 MLA = FOUR | {"num_key_value_heads": 8}
@@ -102,8 +102,7 @@ def train_module(tiny: Tiny, mesh: Mesh, coefficient: float) -> TrainModule:
         tiny.whole,
         decoder=tiny.decoder,
         head=find_head(tiny.causal_lm, axis=mesh["tp"]),
-        objective=objective,
-        evaluation=objective.evaluation(),
+        objectives=Objectives(objective, objective.evaluation()),
         router_loss=build_router_loss(tiny.causal_lm, coefficient, mesh),
     )
 

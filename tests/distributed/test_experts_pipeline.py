@@ -16,6 +16,7 @@ from swift.models.prepare import enable_checkpointing
 from swift.models.router import build_router_loss
 from swift.objectives import build_objective
 from swift.optim.local import local_parameters
+from swift.training.module import Objectives
 from swift.training.pipeline import Pipeline, stage_parameters
 from swift.training.stage import Chunk, StageModule
 
@@ -32,8 +33,7 @@ def pipeline_run(case: Case, degrees: Degrees) -> tuple[Outcome, list[float]]:
     objective = build_objective(ObjectiveConfig())
     stage = StageModule(
         Chunk(mesh["pp"].rank, degrees.pp, tiny.whole, tiny.causal_lm, tiny.head),
-        objective=objective,
-        evaluation=objective.evaluation(),
+        objectives=Objectives(objective, objective.evaluation()),
         router_loss=build_router_loss(tiny.causal_lm, case.coefficient, mesh),
     ).train()
     pipeline = Pipeline([stage], spread, local_parameters(stage_parameters([stage])), "1f1b")

@@ -29,7 +29,7 @@ from swift.distributed.tensor.prove import prove_blocks
 from swift.models.attention import VARLEN
 from swift.models.head import find_decoder, find_head
 from swift.objectives import build_objective
-from swift.training.module import TrainModule
+from swift.training.module import Objectives, TrainModule
 
 HEADS = COMMON | {"head_dim": 16}
 MLA = {
@@ -97,7 +97,7 @@ def measure(name: str, spread: Spread | None, sequence_parallel: bool) -> tuple[
         axis = spread.mesh["tp"]
     objective = build_objective(ObjectiveConfig())
     head = find_head(model, axis=axis)
-    module = TrainModule(model, decoder=find_decoder(model), head=head, objective=objective, evaluation=objective)
+    module = TrainModule(model, decoder=find_decoder(model), head=head, objectives=Objectives(objective, objective))
     loss = 0.0
     for batch in batches():
         terms = module(batch)

@@ -14,7 +14,7 @@ from swift.models.head import find_decoder, find_head
 from swift.models.prepare import enable_checkpointing
 from swift.models.router import RouterLoss, carry
 from swift.objectives import build_objective
-from swift.training.module import TrainModule
+from swift.training.module import Objectives, TrainModule
 
 COMMON = {
     "vocab_size": 97,
@@ -57,8 +57,7 @@ def train_module(model, coefficient=1.0):
         model,
         decoder=find_decoder(causal_lm),
         head=find_head(causal_lm),
-        objective=objective,
-        evaluation=objective.evaluation(),
+        objectives=Objectives(objective, objective.evaluation()),
         router_loss=RouterLoss(causal_lm, coefficient),
     ).train()
 

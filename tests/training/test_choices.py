@@ -15,7 +15,7 @@ from swift.models.head import find_decoder, find_head
 from swift.models.memory import MemoryEstimate, decide_checkpointing, estimate_memory
 from swift.models.prepare import choose_attention, fix_ends
 from swift.objectives import CausalLM
-from swift.training.module import TrainModule
+from swift.training.module import Objectives, TrainModule
 from swift.training.precision import choose_precision
 
 
@@ -107,8 +107,7 @@ def test_neftune_noise_has_the_size_of_each_example_and_none_in_evaluation():
         model,
         decoder=find_decoder(model),
         head=find_head(model),
-        objective=CausalLM(),
-        evaluation=CausalLM(),
+        objectives=Objectives(CausalLM(), CausalLM()),
         neftune_alpha=alpha,
     )
     seen = []

@@ -49,6 +49,7 @@ from swift.models.router import RouterLoss
 from swift.models.trained_linear import TrainedLinear, enable_trained_linear
 from swift.objectives import LossTerms, build_objective
 from swift.optim.local import local_parameters
+from swift.training.module import Objectives
 from swift.training.pipeline import Pipeline, stage_parameters, tie_stages
 from swift.training.stage import Chunk, StageModule
 
@@ -104,7 +105,7 @@ def make_pipeline(
         head = find_head(tiny.causal_lm, axis=mesh["tp"])
         chunk = Chunk(stage, len(plan), tiny.whole, tiny.causal_lm, head)
         module = StageModule(
-            chunk, objective=objective, evaluation=objective.evaluation(), autocast=autocast, **options
+            chunk, objectives=Objectives(objective, objective.evaluation()), autocast=autocast, **options
         )
         stages.append(module)
     if case.fsdp:

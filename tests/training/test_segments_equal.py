@@ -19,7 +19,7 @@ from swift.models.attention import prove_varlen, varlen_unsupported_reason
 from swift.models.head import find_decoder, find_head, prove_head
 from swift.models.prepare import choose_attention, compile_layers, enable_checkpointing
 from swift.objectives import CausalLM
-from swift.training.module import TrainModule
+from swift.training.module import Objectives, TrainModule
 
 
 class Examples:
@@ -67,7 +67,7 @@ def together(model, examples, layout, *, checkpointing=False):
     if checkpointing:
         enable_checkpointing(model)
     module = TrainModule(
-        model, decoder=decoder, head=find_head(model), objective=CausalLM(chunk=7), evaluation=CausalLM()
+        model, decoder=decoder, head=find_head(model), objectives=Objectives(CausalLM(chunk=7), CausalLM())
     )
     module.train()
     terms = module(collate(examples, list(range(len(examples))), layout))

@@ -9,7 +9,7 @@ This file knows nothing of models or devices: it deals in NumPy arrays and CPU t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
@@ -20,6 +20,8 @@ from swift.data.rows import RowRef
 from swift.data.units import NO_NOTES, Unit, written_out_lengths
 
 T = TypeVar("T")
+# Adds facts to a batch of the examples with these numbers.
+Annotate = Callable[["Batch", Sequence[int]], None]
 
 
 class Examples(Protocol):
@@ -82,7 +84,7 @@ class Layout:
         targets: whose state a target is given: `next`, the token before it, which predicts it; `last`, a sequence's
             last token, one target each; `each`, every token that weighs something.
         share_prefix: lay the prompt of a unit down once. Padding-free rows only.
-        companions: give each batch the same prompts with the completions of the step's previous unit.
+        companions: give each batch the same prompts with the completions of other units.
     """
 
     units_per_micro_batch: int = 1
@@ -191,17 +193,25 @@ class Batch:
         return Batch(**{**vars(self), **moved, "facts": facts, "sequences": sequences})
 
 
-def collate(examples: Examples, indices: Sequence[int], layout: Layout) -> Batch:
-    """The tensors of one micro-batch of these examples."""
-    return make_batch([tokens_of(examples, i) for i in indices], [examples.ref(i) for i in indices], layout)
-
-
-def collate_pairs(examples: Examples, pairs: Sequence[tuple[int, int]], layout: Layout) -> Batch:
-    """The same for examples that come with the one whose completion their companion has."""
-    batch = collate(examples, [index for index, _ in pairs], layout)
-    mixed = [mismatch(tokens_of(examples, index), tokens_of(examples, other)) for index, other in pairs]
-    batch.companion = make_batch(mixed, batch.refs, layout)
+def collate(examples: Examples, indices: Sequence[int], layout: Layout, annotate: Annotate | None = None) -> Batch:
+    """The tensors of one micro-batch of these examples, with its companion where the layout asks for one."""
+    batch = make_batch([tokens_of(examples, i) for i in indices], [examples.ref(i) for i in indices], layout)
+    if layout.companions:
+        others = [stranger(index, len(examples)) for index in indices]
+        mixed = [mismatch(tokens_of(examples, i), tokens_of(examples, j)) for i, j in zip(indices, others, strict=True)]
+        batch.companion = make_batch(mixed, batch.refs, layout)
+    if annotate is not None:
+        annotate(batch, indices)
     return batch
+
+
+def stranger(index: int, count: int) -> int:
+    """The example whose completion goes with the prompt of example `index` in a companion.
+
+    Half of the data away: neighbours in a file often answer the same prompt. A function of the data alone, so that no
+    way of cutting steps changes it.
+    """
+    return (index + count // 2) % count
 
 
 def mismatch(example: Tokens, other: Tokens) -> Tokens:
@@ -213,7 +223,8 @@ def mismatch(example: Tokens, other: Tokens) -> Tokens:
 
 
 def with_previous(units: Sequence[Sequence[T]]) -> list[list[tuple[T, T]]]:
-    """Each item with the one before it in the whole step, the first with the last."""
+    """Each item with the one before it in the whole step, the first with the last: companions of examples that come
+    one after another."""
     flat = [item for unit in units for item in unit]
     pairs = iter(zip(flat, flat[-1:] + flat[:-1], strict=True))
     return [[next(pairs) for _ in unit] for unit in units]

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from swift.data.loading.batch import Batch, Examples, Layout, collate, collate_pairs, with_previous
+from swift.data.loading.batch import Annotate, Batch, Examples, Layout, collate
 from swift.data.loading.order import ORDER_VERSION, FeistelOrder
 from swift.data.loading.packing import pack
 
@@ -114,6 +114,7 @@ class TrainLoader:
     Args:
         ahead: steps whose tensors are made, in as many threads as `workers`, while others are trained on. They change
             nothing but the time: a step's tensors are a function of its position.
+        annotate: adds facts to batches.
 
     Without packing and grouping, nothing is worked out before the first step, however many examples there are. Packed
     rows (best fit over all examples of the epoch) and windows of like length are made when an epoch begins: about
@@ -130,8 +131,10 @@ class TrainLoader:
         world_size: int = 1,
         workers: int = 0,
         ahead: int = 0,
+        annotate: Annotate | None = None,
     ) -> None:
         self.examples = examples
+        self._annotate = annotate
         self.layout = layout
         self.seed = seed
         self.rank = rank
@@ -284,11 +287,8 @@ class TrainLoader:
 
     def batches(self, epoch: int, consumed: int) -> list[Batch]:
         """The tensors of `step`."""
-        if not self.layout.companions:
-            return [collate(self.examples, indices, self.layout) for indices in self.step(epoch, consumed)]
-        pairs = with_previous(self.units(epoch, consumed, consumed + self.global_units))
-        mine = deal(pairs, self.layout, self.rank, self.world_size, self._shares)
-        return [collate_pairs(self.examples, chunk, self.layout) for chunk in mine]
+        steps = self.step(epoch, consumed)
+        return [collate(self.examples, indices, self.layout, self._annotate) for indices in steps]
 
     def outlook(self, epoch: int) -> Outlook:
         """An epoch's units, counted."""
@@ -309,7 +309,13 @@ class TrainLoader:
 
 
 def evaluation_batches(
-    examples: Examples, layout: Layout, *, tokens_per_batch: int, rank: int = 0, world_size: int = 1
+    examples: Examples,
+    layout: Layout,
+    *,
+    tokens_per_batch: int,
+    rank: int = 0,
+    world_size: int = 1,
+    annotate: Annotate | None = None,
 ) -> Iterator[Batch]:
     """Every example once, in batches of like length; ranks take turns and all yield the same number of batches."""
     order = np.argsort(-examples.lengths, kind="stable").tolist()
@@ -323,8 +329,4 @@ def evaluation_batches(
     for turn in range(-(-len(chunks) // world_size)):
         number = turn * world_size + rank
         mine = chunks[number] if number < len(chunks) else []
-        if layout.companions:
-            last = len(examples) - 1
-            yield collate_pairs(examples, [(index, index - 1 if index else last) for index in mine], layout)
-        else:
-            yield collate(examples, mine, layout)
+        yield collate(examples, mine, layout, annotate)

@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from swift.data.loading.batch import Batch, Layout, make_batch, mismatch, with_previous
+from swift.data.loading.batch import Annotate, Batch, Layout, collate, make_batch, mismatch, with_previous
 from swift.data.loading.loader import Outlook, deal
 from swift.data.loading.packing import OPEN_ROWS, OpenRows
-from swift.data.loading.stream_intake import Intake, Item
+from swift.data.loading.stream_intake import Intake, Item, StoredIntake, StoredItem
 from swift.data.units import Unit
 
 
@@ -32,6 +32,7 @@ class StreamLoader:
         longest: no example has more tokens.
         outlook: what is known of an epoch.
         open_rows: packed rows that are filled side by side.
+        annotate: adds facts to batches; only for examples that were prepared.
         facts: what was decided when the run began and must stay so; saved with the state.
     """
 
@@ -47,7 +48,10 @@ class StreamLoader:
         world_size: int = 1,
         facts: dict[str, Any] | None = None,
         open_rows: int = OPEN_ROWS,
+        annotate: Annotate | None = None,
     ) -> None:
+        self._examples = intake.examples if isinstance(intake, StoredIntake) else None
+        self._annotate = annotate
         self.intake = intake
         self.layout = layout
         self.facts = facts or {}
@@ -86,7 +90,7 @@ class StreamLoader:
         if self.layout.group_by_length:
             units.sort(key=lambda unit: -max(self._length(item) for item in unit))
         place = (self.layout, self.rank, self.world_size, self._shares)
-        if not self.layout.companions:
+        if not self.layout.companions or self._examples is not None:
             return [self._batch(chunk) for chunk in deal(units, *place)]
         mine = deal(with_previous(units), *place)
         batches = [self._batch([item for item, _ in chunk]) for chunk in mine]
@@ -96,6 +100,9 @@ class StreamLoader:
         return batches
 
     def _batch(self, items: list[Item]) -> Batch:
+        if self._examples is not None:
+            indices = [item.index for item in items if isinstance(item, StoredItem)]
+            return collate(self._examples, indices, self.layout, self._annotate)
         return make_batch([item.tokens() for item in items], [item.ref for item in items], self.layout)
 
     def _length(self, item: Item) -> int:

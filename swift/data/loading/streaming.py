@@ -21,6 +21,7 @@ import numpy as np
 
 from swift.config.data import DataConfig, TemplateConfig
 from swift.core.errors import DataError, UsageError
+from swift.data.columns import Layout as RowLayout
 from swift.data.dataset import no_rows_left
 from swift.data.files import DataFile, is_url, size_of, stamp_of
 from swift.data.loading.batch import Layout
@@ -207,11 +208,13 @@ def open_stream(
     seed: int,
     saved: dict[str, Any] | None = None,
     from_main: bool = False,
+    row_layout: RowLayout = "chat",
 ) -> StreamSet:
     """Look at the files of a run that reads while it trains.
 
     Args:
         saved: what an earlier process found (`facts` of its position): then nothing is counted or sampled again.
+        row_layout: what a row must have (`RowOptions.layout`).
         from_main: `saved` is what rank 0 found just now, perhaps on another machine with copies of the files.
 
     Raises:
@@ -222,7 +225,7 @@ def open_stream(
         for number, source in enumerate(sources)
         if source.self_cognition
     }
-    task = StreamTask(row_options(data, need_answer=True), encoder, identities=identities)
+    task = StreamTask(row_options(data, need_answer=True, layout=row_layout), encoder, identities=identities)
     here = {file.place: stamp_of(file.location) for source in sources for file in source.files}
     if saved is None:
         facts = [

@@ -18,7 +18,7 @@ import numpy as np
 from swift.config.curriculum import LENGTH, Curriculum, read_curriculum
 from swift.config.data import DataConfig
 from swift.core.errors import DataError, UsageError
-from swift.data.loading.batch import Examples, Layout, WrittenOut
+from swift.data.loading.batch import Annotate, Examples, Layout, WrittenOut
 from swift.data.loading.flow import StoredFlow
 from swift.data.loading.loader import Loader, Outlook, TrainLoader
 from swift.data.loading.mixer import ShareSchedule, shares_by_size
@@ -142,6 +142,7 @@ class PreparedSet:
         parts: examples of each dataset, in order; they lie one after the other in `examples`.
         difficulty: of each example, for a curriculum by a column.
         encoding: what the encoder counted.
+        annotate: adds facts to batches.
     """
 
     examples: TokenDataset
@@ -150,6 +151,7 @@ class PreparedSet:
     seed: int
     difficulty: np.ndarray | None = None
     encoding: Mapping[str, int] = field(default_factory=dict)
+    annotate: Annotate | None = None
 
     @property
     def longest(self) -> int:
@@ -173,6 +175,7 @@ class PreparedSet:
                 world_size=place.world_size,
                 workers=place.workers,
                 ahead=place.workers * place.prefetch,
+                annotate=self.annotate,
             )
         members = self._members()
         sizes = [len(numbers) if not isinstance(numbers, int) else numbers for numbers in members]
@@ -207,6 +210,7 @@ class PreparedSet:
             rank=place.rank,
             world_size=place.world_size,
             facts=facts,
+            annotate=self.annotate,
         )
 
     def _documents_per_step(self, layout: Layout, place: Place) -> float:

@@ -16,8 +16,8 @@ from itertools import pairwise
 import torch
 
 from swift.data.loading.batch import Batch, Sequences
-from swift.distributed.collectives import all_gather
-from swift.distributed.mesh import Mesh
+from swift.distributed.collectives import all_gather, all_reduce
+from swift.distributed.mesh import Axis, Mesh
 
 # Padding's segments are no longer than the longest example, so that positions stay where the model expects them, but
 # not shorter than this either: a thousand segments of one token take longer than one of a thousand tokens.
@@ -98,6 +98,25 @@ def cut_batch(batch: Batch, mesh: Mesh, *, pad_token_id: int, multiple: int = 1,
 def _cut_sequences(sequences: Sequences | None, kept: torch.Tensor, *, counted: bool) -> Sequences | None:
     """All sequences, with the targets that this rank has; one rank of those that share the row counts them."""
     return None if sequences is None else replace(sequences, target=sequences.target[kept], counted=counted)
+
+
+_NUMBERS = "number_of_target"
+
+
+def number_targets(batch: Batch) -> Batch:
+    """The batch, whose targets carry their numbers, so that `join_targets` can put shares together."""
+    return replace(batch, facts={**batch.facts, _NUMBERS: torch.arange(len(batch.target_index))})
+
+
+def join_targets(part: torch.Tensor, mine: Batch, count: int, axis: Axis) -> torch.Tensor:
+    """Something of each of a micro-batch's `count` targets, [count, ...], from the shares of the ranks along `axis`.
+
+    Args:
+        part: of the targets in `mine`, this rank's share of a numbered batch.
+    """
+    whole = part.new_zeros(count, *part.shape[1:])
+    whole[mine.facts[_NUMBERS]] = part
+    return all_reduce(whole, axis) if axis else whole
 
 
 def share_index(length: int, mesh: Mesh) -> torch.Tensor:
