@@ -14,7 +14,7 @@ from swift.commands.data import CheckHelp, PreviewHelp
 from swift.commands.data_run import OperatorsFlags, ReportFlags, RunFlags
 from swift.commands.doctor import DoctorOptions
 from swift.commands.quickstart import QuickstartOptions
-from swift.config import ExportConfig, InferConfig, MergeLoraConfig, PtConfig, SftConfig
+from swift.config import ExportConfig, InferConfig, MergeLoraConfig, PtConfig, RlhfConfig, SftConfig
 from swift.config.catalog import COMMANDS
 from swift.config.schema import Setting, default_words, groups_of, settings_of, type_words
 from swift.core.doctor import VARIABLES
@@ -45,6 +45,7 @@ In Python the same names are arguments: `swift.sft(model="smollm2", dataset=["ro
 
 # commands whose settings are not those of sft -> the class that declares them
 _OTHERS: dict[str, type] = {
+    "rlhf": RlhfConfig,
     "infer": InferConfig,
     "merge-lora": MergeLoraConfig,
     "export": ExportConfig,
@@ -69,6 +70,8 @@ def page() -> str:
     parts.append(_changed_defaults(SftConfig, PtConfig))
     for command, cls in _OTHERS.items():
         parts.append(f"## Settings of `swift {command}`\n")
+        if cls is RlhfConfig:
+            parts.append("Other defaults than `sft` has: `--loss_scale last_round`.\n")
         parts.extend(_new_groups(cls, "sft"))
     parts.append(_variables_table())
     return "\n".join(parts).rstrip() + "\n"
@@ -107,12 +110,16 @@ def _changed_defaults(base: type, other: type) -> str:
 
 
 def _new_groups(cls: type, command: str) -> list[str]:
-    """Groups that `sft` hasn't; the shared ones are named."""
+    """Settings that `sft` hasn't; the shared groups are named."""
     known = groups_of(SftConfig)
     groups = groups_of(cls)
     shared = [_shared(members, known[group]) for group, members in groups.items() if group in known]
     parts = [f"As in `{command}`: {', '.join(shared)}.\n"] if shared else []
-    return parts + [_group(members) for group, members in groups.items() if group not in known]
+    own = {setting.name for members in known.values() for setting in members}
+    for group, members in groups.items():
+        added = [setting for setting in members if group not in known or setting.name not in own]
+        parts += [_group(added)] if added else []
+    return parts
 
 
 def _shared(members: list[Setting], known: list[Setting]) -> str:
