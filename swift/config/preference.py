@@ -117,7 +117,8 @@ class DistillConfig:
         False, help="teacher: the model itself, with its adapter switched off, or with teacher_prompt"
     )
     teacher_prompt: str | None = setting(
-        None, help="with teacher_self: system prompt that only the teacher sees (text or a .txt file)"
+        None,
+        help="with teacher_self: system prompt that only the teacher sees, where rows have none (text or a .txt file)",
     )
     offload_teacher_model: bool = setting(False, help="keep the teacher in CPU memory while it isn't needed")
     lmbda: float = setting(

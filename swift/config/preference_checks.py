@@ -303,12 +303,6 @@ def _teacher(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
         yield fault("teacher_prompt", "teacher_prompt is for teacher_self", "--teacher_self true")
     elif prompt and prompt.endswith(".txt") and "\n" not in prompt and not Path(prompt).expanduser().is_file():
         yield fault("teacher_prompt", f"there is no file {prompt} with the teacher's system prompt")
-    if given == ["teacher_self"] and not prompt and values["tuner_type"] == "full":
-        yield fault(
-            "teacher_self tuner_type",
-            "in full tuning teacher_self is the model that is trained, which has nothing to learn from itself",
-            "--teacher_prompt TEXT that only the teacher sees, or --tuner_type lora",
-        )
     server = values["teacher_model_server"]
     if server and not server.startswith(("http://", "https://")):
         yield fault(

@@ -67,7 +67,6 @@ GKD = "--rlhf_type gkd --teacher_model t "
         ("--rlhf_type kto --global_batch_size 1", "--global_batch_size", "a step has only one"),
         ("--rlhf_type gkd", "--teacher_model", "gkd needs a teacher"),
         (GKD + "--teacher_self true", "--teacher_model and --teacher_self", "several teachers"),
-        ("--rlhf_type gkd --teacher_self true --tuner_type full", "--teacher_self", "nothing to learn from itself"),
         ("--rlhf_type gkd --teacher_logits . --topk_tail bucket", "--teacher_logits", "--lmbda"),
         ("--rlhf_type gkd --teacher_logits gone --lmbda 0", "--teacher_logits", "there is no folder gone"),
         ("--rlhf_type gkd --teacher_model_server http://x/v1", "--teacher_model_server", "gkd_logits_topk"),
@@ -105,7 +104,7 @@ def test_refused(words, flag, message, monkeypatch):
         "--rlhf_type kto --loss_type apo_zero_unpaired --gradient_accumulation_steps 1",
         "--rlhf_type rm --center_rewards_coefficient 0.01 --metric_for_best_model eval_accuracy",
         "--rlhf_type gkd --teacher_self true",
-        "--rlhf_type gkd --teacher_self true --tuner_type full --teacher_prompt hints",
+        "--rlhf_type gkd --teacher_self true --tuner_type full",  # rows may bring what only the teacher sees
         "--rlhf_type gkd --teacher_logits . --lmbda 0",
         "--rlhf_type gkd --teacher_model t --seq_kd true --gkd_logits_topk 20 --topk_tail renormalize",
     ],
