@@ -31,7 +31,7 @@ class RowRef:
 
 @dataclass(slots=True)
 class Row:
-    """One conversation, or one plain text.
+    """One conversation or one plain text; with what is known of it where it is trained on as more than that.
 
     Attributes:
         ref: where it was read.
@@ -42,6 +42,16 @@ class Row:
         text: the text of a plain-text row; None for conversations.
         tools: function descriptions, `[{"type": "function", "function": {...}}]`.
         template_kwargs: variables for the chat template that this row sets (`chat_template_kwargs`).
+        answer_at: of a preference row: the number of messages that the chosen and the rejected answer share.
+        rejected: of a preference row: each worse answer, the messages that follow the first `answer_at`.
+        margins: of a preference row: by how much the answer is better than each of `rejected`; empty where not said.
+        label: whether the answer is wanted (bool), what a text is (a name, a number, a list of either), a similarity;
+            with `words`, the list of their labels.
+        positives, negatives: texts that are like the row's own, or answer it, and those that don't: a list of messages
+            each.
+        words: the words of a text whose words have labels; None for others.
+        spans: of the text of the last message: (first character, character behind the last, label name).
+        teacher_prompt: what a teacher is asked in place of the prompt; None where it is asked the same.
         extra: the columns nothing above took.
     """
 
@@ -51,6 +61,15 @@ class Row:
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    answer_at: int = 0
+    rejected: list[list[dict[str, Any]]] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+    label: Any = None
+    positives: list[list[dict[str, Any]]] = field(default_factory=list)
+    negatives: list[list[dict[str, Any]]] = field(default_factory=list)
+    words: list[str] | None = None
+    spans: list[tuple[int, int, str]] | None = None
+    teacher_prompt: list[dict[str, Any]] | None = None
 
 
 class RowProblem(Exception):

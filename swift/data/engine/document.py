@@ -12,9 +12,7 @@ from typing import Any
 
 import orjson
 
-from swift.data.messages import REASONING_KEYS, ROLE_ALIASES, decode_nested
-from swift.data.rows import RowProblem
-from swift.data.shapes import (
+from swift.data.columns import (
     ANSWER_COLUMNS,
     MEDIA_COLUMNS,
     MESSAGE_COLUMNS,
@@ -22,6 +20,8 @@ from swift.data.shapes import (
     SYSTEM_COLUMNS,
     TEXT_COLUMNS,
 )
+from swift.data.messages import REASONING_KEYS, ROLE_ALIASES, decode_nested
+from swift.data.rows import RowProblem
 
 META_KEY = "meta"
 _CHAT_COLUMNS = frozenset((*MESSAGE_COLUMNS, *PROMPT_COLUMNS, *ANSWER_COLUMNS))
