@@ -341,7 +341,8 @@ def draw_fresh(name: str, shape: Sequence[int], model_config: PreTrainedConfig, 
     if len(shape) < 2:
         return torch.zeros(*shape) if name.endswith("bias") else torch.ones(*shape)
     deviation = getattr(model_config.get_text_config(), "initializer_range", None) or 0.02
-    generator = torch.Generator().manual_seed((seed << 32 ^ zlib.crc32(name.encode())) % 2**63)
+    # torch's generator on the host heeds 32 bits of a seed
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     return torch.randn(*shape, generator=generator) * deviation
 
 
