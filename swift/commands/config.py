@@ -20,7 +20,7 @@ from swift.config.schema import groups_of, json_schema, names_of
 from swift.core.errors import UsageError
 from swift.core.files import write_atomic
 
-CommandName = Literal["sft", "pt", "infer", "merge-lora"]
+CommandName = Literal["sft", "pt", "rlhf", "infer", "merge-lora"]
 
 _ACTIONS = {
     "show": "the effective settings of a file and flags, and where each comes from",
