@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 from transformers import PreTrainedModel
 
+from swift.core.errors import ModelError
 from swift.models.attention import (
     LARGEST_WINDOW_TRIED,
     VARLEN,
@@ -36,6 +37,19 @@ def shares_prefixes(model: PreTrainedModel) -> str | None:
     if implementation != VARLEN:
         return f"its attention implementation, {implementation}, lets a segment see nothing but itself"
     return None
+
+
+def why_written_out(
+    model: PreTrainedModel, base: torch.nn.Module, autocast: Callable[[], AbstractContextManager]
+) -> str | None:
+    """Why sequences need a copy of the prefix each; None where they can share one, which was tried."""
+    reason = shares_prefixes(model)
+    if reason is None:
+        try:
+            prove_prefixes(model, base, autocast=autocast)
+        except ModelError as error:
+            reason = error.message
+    return reason
 
 
 def prove_prefixes(

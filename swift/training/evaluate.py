@@ -66,7 +66,11 @@ def predict(parts: TrainerParts, strategy: Strategy) -> Report:
     """What the metrics say of the model's answers to all evaluation units; the same on every rank."""
     assert parts.metrics is not None and parts.eval_examples is not None
     data = strategy.mesh["dp"]
-    places: dict[str, Any] = {"tokens_per_batch": parts.eval_tokens_per_batch, "rank": data.rank, "world_size": data.size}
+    places: dict[str, Any] = {
+        "tokens_per_batch": parts.eval_tokens_per_batch,
+        "rank": data.rank,
+        "world_size": data.size,
+    }
     mine = [
         prediction
         for batch in evaluation_batches(parts.eval_examples, parts.loader.layout, **places)

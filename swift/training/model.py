@@ -16,8 +16,15 @@ from swift.models.head import OutputHead, find_decoder, find_head, prove_head
 from swift.models.kinds import Task, fresh_words, task_of
 from swift.models.loading import check_context, load_model
 from swift.models.memory import decide_checkpointing, estimate_memory, free_memory_bytes
-from swift.models.prefix_proof import prove_prefixes, shares_prefixes
-from swift.models.prepare import choose_attention, compile_layers, enable_checkpointing, fix_ends, seed_everything
+from swift.models.prefix_proof import why_written_out
+from swift.models.prepare import (
+    choose_attention,
+    compile_layers,
+    enable_checkpointing,
+    first_position,
+    fix_ends,
+    seed_everything,
+)
 from swift.models.trained_linear import enable_trained_linear
 from swift.models.tuners import (
     apply_tuner,
@@ -91,8 +98,8 @@ def build_model(config: TrainConfig, session: Session, data: Data, task: Task | 
     session.notes += notes
     why_unshared: str | None = "rows are padded"
     if session.method.units and padding_free:
-        why_unshared = _why_unshared(causal_lm, decoder, session)
-    beyond = check_context(causal_lm.config, data.train.longest)
+        why_unshared = why_written_out(causal_lm, decoder, session.precision.autocast)
+    beyond = check_context(causal_lm.config, data.train.longest, first_position=first_position(decoder))
     session.notes += [beyond] if beyond else []
     fix_ends(causal_lm, data.encoder.stop_token_ids())
     seed_everything(config.training.seed)  # adapters start from the same numbers whatever was drawn before
@@ -106,14 +113,6 @@ def build_model(config: TrainConfig, session: Session, data: Data, task: Task | 
     head = find_head(decoder_owner(whole))
     summary = trainable_summary(whole)
     return Model(whole, decoder_owner(whole), decoder, head, padding_free, summary, why_unshared=why_unshared)
-
-
-def _why_unshared(causal_lm: PreTrainedModel, decoder: nn.Module, session: Session) -> str | None:
-    """Why sequences can't share the prompt of their unit; None where they can, which is tried first."""
-    reason = shares_prefixes(causal_lm)
-    if reason is None:
-        prove_prefixes(causal_lm, decoder, autocast=session.precision.autocast)
-    return reason
 
 
 def _spread(config: TrainConfig, session: Session, data: Data, task: Task) -> Model:

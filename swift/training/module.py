@@ -20,6 +20,7 @@ from swift.data.loading.batch import Batch
 from swift.distributed.mesh import Mesh
 from swift.models.attention import segment_arguments
 from swift.models.head import OutputHead
+from swift.models.prepare import first_position
 from swift.models.router import RouterLoss, Routing
 from swift.objectives import LossTerms, build_objective
 from swift.training.neftune import EmbeddingNoise
@@ -69,6 +70,7 @@ class TrainModule(nn.Module):
         self.model = model
         self._decoder = [decoder]  # in lists, so that they aren't registered a second time
         self._head = head
+        self._first_position = first_position(decoder)
         self._objectives = objectives
         self._probe: Probe | None = None
         self.router_loss = router_loss
@@ -105,9 +107,10 @@ class TrainModule(nn.Module):
         recording: AbstractContextManager[list[Routing]] = nullcontext([])
         if router_loss is not None:
             recording = router_loss.recording()
+        positions = batch.position_ids + self._first_position if self._first_position else batch.position_ids
         with recording as routings:
             hidden = self._decoder[0](
-                input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **arguments
+                input_ids=batch.input_ids, position_ids=positions, use_cache=False, **arguments
             ).last_hidden_state
         predicting = hidden.flatten(0, 1)[batch.target_index]
         if self._probe is not None:

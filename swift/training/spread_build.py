@@ -15,8 +15,8 @@ from swift.models.fill import Start, fill_model
 from swift.models.head import find_decoder
 from swift.models.kinds import Task, fresh_words, name_padding, task_of
 from swift.models.loading import check_context
-from swift.models.prefix_proof import prove_prefixes, shares_prefixes
-from swift.models.prepare import choose_attention, compile_layers, fix_ends
+from swift.models.prefix_proof import why_written_out
+from swift.models.prepare import choose_attention, compile_layers, first_position, fix_ends
 from swift.models.proof import small_model
 from swift.models.tuners import apply_tuner
 from swift.training.data import Data
@@ -85,7 +85,8 @@ def _settle_attention(config: TrainConfig, session: Session, data: Data, task: T
 
     def settle() -> tuple[Attending, list[str]]:
         empty = build_empty_model(data.model_path, config.model, dtype=session.precision.compute, task=task)
-        beyond = check_context(empty.config, data.train.longest)
+        first = first_position(find_decoder(empty))
+        beyond = check_context(empty.config, data.train.longest, first_position=first)
         words = [beyond, None if config.model.adapters else fresh_words(empty)]
         small = small_model(empty.config, trust_remote_code=config.model.trust_remote_code, task=task_of(empty))
         padding_free, notes = choose_attention(
@@ -101,11 +102,9 @@ def _settle_attention(config: TrainConfig, session: Session, data: Data, task: T
                 fix="--fsdp fsdp2 shards it over the same processes",
             )
         name = small.config._attn_implementation or "sdpa"
-        why = "ranks share rows" if session.mesh["cp"] else shares_prefixes(small)
-        if not session.method.units or not padding_free:
-            why = "rows are padded"
-        if why is None:
-            prove_prefixes(small, find_decoder(small), autocast=session.precision.autocast)
+        why: str | None = "ranks share rows" if session.mesh["cp"] else "rows are padded"
+        if session.method.units and padding_free and not session.mesh["cp"]:
+            why = why_written_out(small, find_decoder(small), session.precision.autocast)
         return Attending(name, padding_free, why), notes + [note for note in words if note]
 
     attention, notes = session.group.from_main(settle)

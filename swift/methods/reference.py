@@ -1,0 +1,307 @@
+"""The reference model's log-probabilities, without ever holding a second whole model by accident.
+
+Three ways. With its adapter switched off, the model is its own reference. Or the reference is loaded before the model
+that is trained, asked about every unit, and dropped (`precompute`); what it said lies in the run's folder, four bytes a
+target. Or this process keeps a copy of what it trains, and exchanges it with the model while the reference is asked
+(`Copied`); that copy can follow the model slowly (TR-DPO, arXiv 2404.09656, equation 2).
+
+Knows nothing of losses.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import PeftModel
+from torch import nn
+
+from swift.config.commands import TrainConfig
+from swift.config.tuner import TunerConfig
+from swift.core.errors import UsageError
+from swift.core.files import disk_errors, write_atomic
+from swift.core.memory import return_free_memory
+from swift.data.loading.batch import Annotate, Batch, Examples, Layout, collate
+from swift.data.loading.train_set import PreparedSet
+from swift.models.head import OutputHead
+from swift.models.kinds import CAUSAL_LM
+from swift.models.loading import resolve_model
+from swift.objectives.causal_lm import CausalLM
+from swift.objectives.logprobs import token_logprobs
+from swift.training.data import Data
+from swift.training.model import Model, build_model
+from swift.training.module import Objectives, TrainModule
+from swift.training.parallelize import make_strategy
+from swift.training.plan import build_layout
+from swift.training.session import Session
+from swift.training.strategy import DataParallel, Strategy
+from swift.training.trainer import Trainer
+from swift.training.trainer_parts import Callback
+
+FACT = "ref_logps"
+FOLDER = "reference"
+
+
+def target_logprobs(hidden: torch.Tensor, head: OutputHead, batch: Batch) -> torch.Tensor:
+    """A probe: the log-probability of each target, [targets]."""
+    return token_logprobs(hidden, head, batch.target_ids).logprobs
+
+
+@contextmanager
+def adapters_off(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, the models are as they were before they got adapters."""
+    with ExitStack() as stack:
+        for model in models:
+            assert isinstance(model, PeftModel)  # the settings were checked
+            stack.enter_context(model.disable_adapter())
+        yield
+
+
+class Copied(Callback):
+    """A copy of this process's trained parameters, as they were when the run began, or following them slowly.
+
+    Args:
+        named: what is trained on this process, by name.
+        every: steps between two moves towards the model, each by the share `mixup`; 0 for a copy that stays.
+    """
+
+    without_it: str | None = None  # nothing else remembers the reference
+
+    def __init__(self, named: dict[str, torch.Tensor], *, every: int = 0, mixup: float = 0.0) -> None:
+        self._named = named
+        self._copy = {name: tensor.detach().clone() for name, tensor in named.items()}
+        self._every, self._mixup = every, mixup
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the model has the copy's numbers."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for name, tensor in self._named.items():
+            kept = tensor.detach().clone()
+            tensor.copy_(self._copy[name])
+            self._copy[name] = kept
+
+    @torch.no_grad()
+    def after_phase(self, trainer: Trainer, phase: str) -> None:
+        if phase == "rescale" and self._every and trainer.stepped and trainer.state.step % self._every == 0:
+            for name, tensor in self._named.items():
+                self._copy[name].lerp_(tensor.detach(), self._mixup)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: tensor.cpu() for name, tensor in self._copy.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, tensor in self._copy.items():
+            tensor.copy_(state[name])
+
+
+# --- worked out before step 1 ---
+
+
+@dataclass
+class Known:
+    """Log-probabilities of the targets of each example, mapped: float32, and int64 [examples + 1] where each begins."""
+
+    values: np.ndarray
+    offsets: np.ndarray
+
+    def of(self, indices: Sequence[int]) -> torch.Tensor:
+        """Of these examples, end to end."""
+        parts = [self.values[self.offsets[i] : self.offsets[i + 1]] for i in indices]
+        return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *parts]))
+
+
+def annotate_with(own: Known, strangers: Known | None) -> Annotate:
+    """Adds what is known to batches; `strangers` is of the companions."""
+
+    def annotate(batch: Batch, indices: Sequence[int]) -> None:
+        batch.facts[FACT] = own.of(indices)
+        if batch.companion is not None and strangers is not None:
+            batch.companion.facts[FACT] = strangers.of(indices)
+
+    return annotate
+
+
+def precompute(config: TrainConfig, session: Session, data: Data, named: str | None, adapters: list[str]) -> None:
+    """Ask the reference about all units, or map what a run that is continued has asked already.
+
+    Args:
+        named: the reference, where it isn't the model that is trained; adapters: on it.
+    """
+    folder = session.run_dir / FOLDER
+    sets = {"train": data.prepared.train} | ({"validation": data.val} if data.val is not None else {})
+    identity = {
+        "model": str(Path(named or config.model.model or "")),
+        "adapters": adapters,
+        "rows": {name: examples.digest() for name, examples in sets.items()},
+        "companions": session.method.batches.get("companions", False),
+    }
+    asked = session.group.from_main(lambda: _identity(folder) == identity)
+    if not asked:
+        session.monitor.event("progress", "asking the reference model about every row, before the run's own is loaded")
+        with _asking(config, session, data, named, adapters) as (strategy, layout):
+            for name, examples in sets.items():
+                _ask(strategy, layout, examples, session, folder / name)
+        session.group.from_main(lambda: write_atomic(folder / "identity.json", json.dumps(identity)))
+    known = {name: annotate_with(*_open(folder / name)) for name in sets}
+    assert isinstance(data.train, PreparedSet)  # `check_precomputable` was asked
+    data.train.annotate = known["train"]
+    data.annotate_eval = known.get("validation")
+
+
+def _identity(folder: Path) -> Any:
+    try:
+        return json.loads((folder / "identity.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+
+
+@contextmanager
+def _asking(
+    config: TrainConfig, session: Session, data: Data, named: str | None, adapters: list[str]
+) -> Iterator[tuple[Strategy, Layout]]:
+    """The reference, spread as the run is, while it is asked."""
+    changed = replace(config, model=replace(config.model, model=named or config.model.model, adapters=adapters))
+    if not adapters:
+        changed = replace(changed, tuner=TunerConfig(tuner_type="full"))
+    where = (
+        data
+        if named is None
+        else replace(data, model_path=session.group.from_main(lambda: resolve_model(changed.model)))
+    )
+    notes = list(session.notes)
+    model = build_model(changed, session, where, CAUSAL_LM)
+    session.notes[:] = notes  # what is said of the model that is trained comes with it
+    layout = build_layout(
+        config,
+        world_size=session.mesh["dp"].size,
+        padding_free=model.padding_free,
+        pad_token_id=int(data.tokenizer.pad_token_id or 0),
+        longest=data.longest_unit(written_out=True),
+    )
+    yield _measuring(model, session), session.method.arrange(layout, why_unshared=model.why_unshared)
+    del model
+    gc.collect()
+    return_free_memory()
+
+
+def _measuring(model: Model, session: Session) -> Strategy:
+    if model.spread is not None and model.making is not None:
+        return make_strategy(model.spread, model.making)
+    objective = CausalLM()
+    module = TrainModule(
+        model.whole, decoder=model.decoder, head=model.head, objectives=Objectives(objective, objective)
+    )
+    return DataParallel(module, session.group, session.precision, mesh=session.mesh, alone=True)
+
+
+def _ask(strategy: Strategy, layout: Layout, examples: Examples, session: Session, folder: Path) -> None:
+    """Each data-parallel rank asks about its share; rank 0 puts the shares together."""
+    data, mesh = strategy.mesh["dp"], strategy.mesh
+    order = np.argsort(-examples.lengths, kind="stable")
+    budget = max(4096, int(examples.lengths.max()))
+    chunks: list[list[int]] = []
+    for index in order.tolist():
+        if not chunks or (len(chunks[-1]) + 1) * int(examples.lengths[chunks[-1][0]]) > budget:
+            chunks.append([])
+        chunks[-1].append(index)
+    own: dict[int, np.ndarray] = {}
+    strangers: dict[int, np.ndarray] = {}
+    for turn in range(-(-len(chunks) // data.size)):
+        number = turn * data.size + data.rank
+        indices = chunks[number] if number < len(chunks) else []
+        batch = collate(examples, indices, layout)
+        _sort_out(strategy.measure(batch, target_logprobs), batch, indices, own)
+        if batch.companion is not None:
+            _sort_out(strategy.measure(batch.companion, target_logprobs), batch.companion, indices, strangers)
+    if not mesh["tp"].rank and not mesh["pp"].rank and not mesh["cp"].rank:
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, found in (("own", own), ("strangers", strangers)):
+                if found or name == "own":
+                    indices, sizes, values = _flat(found)
+                    np.savez(folder / f".{name}-{data.rank}.npz", indices=indices, sizes=sizes, values=values)
+    session.group.barrier()
+    session.group.from_main(lambda: _join(folder, len(examples), data.size))
+
+
+def _sort_out(logprobs: torch.Tensor, batch: Batch, indices: Sequence[int], into: dict[int, np.ndarray]) -> None:
+    sequences = batch.sequences
+    assert sequences is not None
+    values = logprobs.float().cpu().numpy()
+    units = sequences.unit[sequences.target].numpy()
+    for number, index in enumerate(indices):
+        into[index] = values[units == number]
+
+
+def _flat(found: dict[int, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Numbers of examples, how many values each has, and the values end to end."""
+    indices = np.array(sorted(found), dtype=np.int64)
+    sizes = np.array([len(found[i]) for i in indices.tolist()], dtype=np.int64)
+    values = np.concatenate([np.zeros(0, np.float32), *(found[i] for i in indices.tolist())])
+    return indices, sizes, values
+
+
+def _join(folder: Path, count: int, ranks: int) -> None:
+    for name in ("own", "strangers"):
+        parts = [folder / f".{name}-{rank}.npz" for rank in range(ranks)]
+        if not any(part.exists() for part in parts):
+            continue
+        shares = [np.load(part) for part in parts if part.exists()]
+        sizes = np.zeros(count, np.int64)
+        for share in shares:
+            sizes[share["indices"]] = share["sizes"]
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        with disk_errors(folder, int(offsets[-1]) * 4):
+            whole = np.memmap(folder / f"{name}.values", np.float32, "w+", shape=(max(1, int(offsets[-1])),))
+            for share in shares:
+                bounds = np.concatenate([[0], np.cumsum(share["sizes"])])
+                values = share["values"]
+                for place, index in enumerate(share["indices"].tolist()):
+                    whole[offsets[index] : offsets[index + 1]] = values[bounds[place] : bounds[place + 1]]
+            whole.flush()
+            np.save(folder / f"{name}.offsets.npy", offsets)
+        for part in parts:
+            part.unlink(missing_ok=True)
+
+
+def _open(folder: Path) -> tuple[Known, Known | None]:
+    def one(name: str) -> Known | None:
+        if not (folder / f"{name}.values").exists():
+            return None
+        values = np.memmap(folder / f"{name}.values", np.float32, "r")
+        return Known(values, np.load(folder / f"{name}.offsets.npy"))
+
+    own = one("own")
+    assert own is not None
+    return own, one("strangers")
+
+
+def check_precomputable(config: TrainConfig) -> None:
+    """What is asked before step 1 has to be there before step 1.
+
+    Raises:
+        UsageError: the rows are streamed.
+    """
+    if config.data.streaming:
+        raise UsageError(
+            "the reference can't be asked beforehand about rows that are read while training",
+            where="--streaming true",
+            fix="--tuner_type lora, whose reference is the model without its adapter, or --reference copy",
+        )
