@@ -115,7 +115,7 @@ def _look_ahead(options: PreferenceOptions, way: str, around: Surroundings) -> L
     if way == "adapter_off":
         ahead.reference = partial(adapters_off, wholes)
     elif way == "copy":
-        trained = model.whole.named_parameters() if model.spread is None else model.spread.local.named()
+        trained = model.whole.named_parameters() if model.spread is None else model.spread.local.named_whole()
         every = settings.ref_model_sync_steps if settings.sync_ref_model else 0
         copied = Copied(
             {name: p for name, p in trained if p.requires_grad}, every=every, mixup=settings.ref_model_mixup_alpha

@@ -31,6 +31,7 @@ from swift.core.files import disk_errors, write_atomic
 from swift.core.memory import return_free_memory
 from swift.data.loading.batch import Annotate, Batch, Examples, Layout, collate
 from swift.data.loading.train_set import PreparedSet
+from swift.distributed.spread import local_tensor
 from swift.models.head import OutputHead
 from swift.models.kinds import CAUSAL_LM
 from swift.models.loading import resolve_model
@@ -69,16 +70,20 @@ class Copied(Callback):
     """A copy of this process's trained parameters, as they were when the run began, or following them slowly.
 
     Args:
-        named: what is trained on this process, by name.
+        named: the trained parameters, by name.
         every: steps between two moves towards the model, each by the share `mixup`; 0 for a copy that stays.
     """
 
     without_it: str | None = None  # nothing else remembers the reference
 
-    def __init__(self, named: dict[str, torch.Tensor], *, every: int = 0, mixup: float = 0.0) -> None:
+    def __init__(self, named: dict[str, nn.Parameter], *, every: int = 0, mixup: float = 0.0) -> None:
         self._named = named
-        self._copy = {name: tensor.detach().clone() for name, tensor in named.items()}
+        self._copy = {name: part.clone() for name, part in self._parts()}
         self._every, self._mixup = every, mixup
+
+    def _parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What this process holds of each, where it lies now: sharding moves it when it first runs."""
+        return ((name, local_tensor(parameter).detach()) for name, parameter in self._named.items())
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -91,16 +96,16 @@ class Copied(Callback):
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for name, tensor in self._named.items():
-            kept = tensor.detach().clone()
-            tensor.copy_(self._copy[name])
+        for name, part in self._parts():
+            kept = part.clone()
+            part.copy_(self._copy[name])
             self._copy[name] = kept
 
     @torch.no_grad()
     def after_phase(self, trainer: Trainer, phase: str) -> None:
         if phase == "rescale" and self._every and trainer.stepped and trainer.state.step % self._every == 0:
-            for name, tensor in self._named.items():
-                self._copy[name].lerp_(tensor.detach(), self._mixup)
+            for name, part in self._parts():
+                self._copy[name].lerp_(part, self._mixup)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: tensor.cpu() for name, tensor in self._copy.items()}
@@ -225,11 +230,11 @@ def _ask(strategy: Strategy, layout: Layout, examples: Examples, session: Sessio
     strangers: dict[int, np.ndarray] = {}
     for turn in range(-(-len(chunks) // data.size)):
         number = turn * data.size + data.rank
-        indices = chunks[number] if number < len(chunks) else []
-        batch = collate(examples, indices, layout)
-        _sort_out(strategy.measure(batch, target_logprobs), batch, indices, own)
+        asked = chunks[number] if number < len(chunks) else []
+        batch = collate(examples, asked, layout)
+        _sort_out(strategy.measure(batch, target_logprobs), batch, asked, own)
         if batch.companion is not None:
-            _sort_out(strategy.measure(batch.companion, target_logprobs), batch.companion, indices, strangers)
+            _sort_out(strategy.measure(batch.companion, target_logprobs), batch.companion, asked, strangers)
     if not mesh["tp"].rank and not mesh["pp"].rank and not mesh["cp"].rank:
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
