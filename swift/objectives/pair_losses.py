@@ -300,7 +300,8 @@ def kto(ratio: torch.Tensor, desirable: torch.Tensor, z0: float, options: Prefer
         ratio: h, [rows]; desirable: bool [rows]; z0: the reference point, of the whole step.
     """
     signed = torch.where(desirable, ratio - z0, z0 - ratio)
-    return _by_label(desirable, options) * (1 - torch.sigmoid(options.beta * signed))
+    desired, undesired = (torch.full_like(ratio, w) for w in (options.desirable_weight, options.undesirable_weight))
+    return torch.where(desirable, desired, undesired) * (1 - torch.sigmoid(options.beta * signed))
 
 
 def apo_zero_unpaired(
@@ -308,10 +309,6 @@ def apo_zero_unpaired(
 ) -> torch.Tensor:
     """APO-zero of single rows, arXiv 2408.06266: `kto` with a reference point of 0."""
     return kto(ratio, desirable, 0.0, options)
-
-
-def _by_label(desirable: torch.Tensor, options: PreferenceOptions) -> torch.Tensor:
-    return torch.where(desirable, options.desirable_weight, options.undesirable_weight)
 
 
 RowLoss = Callable[[torch.Tensor, torch.Tensor, float, PreferenceOptions], torch.Tensor]

@@ -156,7 +156,8 @@ def batch_pairs(logprobs: torch.Tensor, batch: Batch, options: PreferenceOptions
         weights = weights * ~prompt
     policy_weights = reference_weights = weights
     if options.ld_alpha is not None and options.kind == "dpo":
-        policy_weights = weights * _beyond_shorter(batch, options.ld_alpha, axis)
+        beyond = _beyond_shorter(batch, axis)
+        policy_weights = torch.where(beyond, options.ld_alpha * weights, weights)
         reference_weights = weights if options.compat == "ms-swift" else policy_weights
     columns = [logprobs * policy_weights, weights, logprobs * likelihood_weights]
     if options.needs_reference:
@@ -175,14 +176,14 @@ def batch_pairs(logprobs: torch.Tensor, batch: Batch, options: PreferenceOptions
     return Pairs(side(chosen), side(rejected), -likelihood[chosen], scale, delta)
 
 
-def _beyond_shorter(batch: Batch, alpha: float, axis: Axis | None) -> torch.Tensor:
-    """LD-DPO, arXiv 2409.06411: 1 up to as many targets as the shorter answer of the pair has, alpha from there."""
+def _beyond_shorter(batch: Batch, axis: Axis | None) -> torch.Tensor:
+    """Bool [targets]: which come after as many as the shorter answer of the pair has (LD-DPO, arXiv 2409.06411)."""
     sequences = _sequences(batch)
     place = batch.facts["place"] if axis else places(sequences.target)
     counts = sequence_sums(torch.ones_like(place), sequences, axis)
     chosen, rejected = pair_indices(sequences)
-    shorter = torch.minimum(counts[chosen], counts[rejected])[sequences.unit][sequences.target]
-    return torch.where(place < shorter, 1.0, alpha).to(batch.target_weights.dtype)
+    shorter = torch.minimum(counts[chosen], counts[rejected])
+    return place >= shorter[sequences.unit][sequences.target]
 
 
 def _sequences(batch: Batch) -> Sequences:
