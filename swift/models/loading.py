@@ -265,12 +265,13 @@ def _scaled_rope(text_config: PreTrainedConfig, scaling: dict[str, Any]) -> dict
     return {**copy.deepcopy(present), **wanted}
 
 
-def check_context(model_config: PreTrainedConfig, longest: int) -> str | None:
+def check_context(model_config: PreTrainedConfig, longest: int, *, first_position: int = 0) -> str | None:
     """Compare the longest example with the positions that a model knows.
 
     Args:
         model_config: the model's configuration, as `load_model` left it.
         longest: tokens of the longest example.
+        first_position: the number of a text's first position, as `swift.models.prepare.first_position` tells it.
 
     Returns:
         A note when rotary positions go beyond those the model was made for; None when all is well.
@@ -285,6 +286,7 @@ def check_context(model_config: PreTrainedConfig, longest: int) -> str | None:
         original, factor = part.get("original_max_position_embeddings"), part.get("factor")
         if limit and original and factor:
             limit = max(limit, int(original * factor))
+    limit = limit - first_position if limit else limit
     if not limit or longest <= limit:
         return None
     if not rope and _has_position_table(text_config):

@@ -88,6 +88,13 @@ def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
     return max(lists, key=len)
 
 
+def first_position(decoder: nn.Module) -> int:
+    """The number of a text's first position as the model counts: 0, but in RoBERTa's kin after that of padding."""
+    table = getattr(getattr(decoder, "embeddings", None), "position_embeddings", None)
+    padding = getattr(table, "padding_idx", None)
+    return 0 if padding is None else int(padding) + 1
+
+
 def compile_layers(decoder: nn.Module) -> None:
     """Compile each layer for any number of tokens: one graph serves all layers and all batch shapes."""
     for layer in decoder_layers(decoder):

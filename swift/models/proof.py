@@ -42,8 +42,10 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
         size = getattr(text, name, None)
         if isinstance(size, int) and size > _WIDTH:
             setattr(text, name, _WIDTH)
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+    for name in ("bos_token_id", "eos_token_id"):
         setattr(text, name, None)
+    if getattr(text, "pad_token_id", None) is not None:  # RoBERTa counts its positions from it
+        text.pad_token_id = min(int(text.pad_token_id), _VOCABULARY - 1) if text.pad_token_id >= 0 else None
     return small
 
 

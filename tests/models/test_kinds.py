@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from distributed.equality import make_batches
 from safetensors.torch import load_file, save_file
 from training.architectures import COMMON, CONFIGS
 
@@ -21,12 +22,14 @@ from swift.models.empty import build_empty_model
 from swift.models.fill import Start, fill_model
 from swift.models.head import find_decoder, find_head, prove_head
 from swift.models.kinds import CAUSAL_LM, Task, fresh_parameters, fresh_words, read_task, task_of, write_task
-from swift.models.loading import load_model
+from swift.models.loading import check_context, load_model
 from swift.models.memory import estimate_memory
 from swift.models.merge import merge_adapter
-from swift.models.prepare import choose_attention, decoder_layers, enable_checkpointing, fix_ends
+from swift.models.prepare import choose_attention, decoder_layers, enable_checkpointing, first_position, fix_ends
 from swift.models.proof import small_model
 from swift.models.tuners import apply_tuner
+from swift.objectives import LossTerms
+from swift.training.module import Objectives, TrainModule
 
 _ENCODER: dict[str, Any] = {
     "vocab_size": 97,
@@ -320,6 +323,36 @@ def test_a_merged_adapter_answers_as_before_for_other_tools(kind: str, tiny_mode
     expected, got = (getattr(m(input_ids=ids), answer) for m in (tuned, merged))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     assert read_task(tmp_path / "merged") == task_of(tuned.get_base_model())
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_are_trained_on_padded_texts_as_hugging_face_would(name: str, tmp_path: Path) -> None:
+    """Places count from where the family counts them, which is not 0 in RoBERTa's."""
+    model = load(save(name, tmp_path), SEQ)
+    small_model(model.config, task=task_of(model))  # as where the model lies spread over processes
+    seen = []
+
+    def remember(hidden: torch.Tensor, head: Any, batch: Any) -> LossTerms:
+        seen.append((hidden, head.logits(hidden)))
+        return LossTerms(hidden.sum(), 1.0)
+
+    decoder = find_decoder(model)
+    objectives = Objectives(remember, remember)
+    module = TrainModule(model, decoder=decoder, head=find_head(model), objectives=objectives).eval()
+    (batch,) = make_batches("padded", 1)
+    module(batch)
+    assert (batch.attention_mask == 0).any()
+    states = decoder(input_ids=batch.input_ids, attention_mask=batch.attention_mask).last_hidden_state
+    torch.testing.assert_close(seen[0][0], states.flatten(0, 1)[batch.target_index])
+    assert seen[0][1].shape == (len(seen[0][0]), 3)
+
+
+def test_positions_that_a_family_keeps_for_padding_are_not_there_for_texts(tmp_path: Path) -> None:
+    model = load(save("roberta", tmp_path), SEQ)
+    first = first_position(find_decoder(model))
+    assert first == 1 and check_context(model.config, 127, first_position=first) is None
+    with pytest.raises(ModelError, match="has 127 positions"):
+        check_context(model.config, 128, first_position=first)
 
 
 def test_a_task_is_read_as_it_was_written(tmp_path: Path) -> None:
