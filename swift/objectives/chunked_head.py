@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from swift.core.errors import ModelError
 from swift.distributed.collectives import all_gather, sum_backward
 from swift.distributed.mesh import Axis
 from swift.distributed.spread import local_tensor
@@ -23,20 +22,7 @@ from swift.models.gemm import times, times_transposed
 from swift.models.head import OutputHead
 from swift.objectives.known_gradients import with_gradients
 from swift.objectives.linear_cross_entropy import chunk_rows
-
-
-def refuse_cut_head(head: OutputHead) -> None:
-    """A head whose vocabulary is cut over ranks must be one matrix.
-
-    Raises:
-        ModelError: it isn't.
-    """
-    if head.axis and not head.plain:
-        raise ModelError(
-            f"an output head of the kind {type(head.module).__name__} can't be cut over ranks",
-            where="--tensor_parallel_size",
-            fix="--tensor_parallel_size 1",
-        )
+from swift.objectives.vocab_parallel import first_row, require_matrix
 
 
 class ChunkedHead:
@@ -60,7 +46,8 @@ class ChunkedHead:
     """
 
     def __init__(self, hidden: torch.Tensor, head: OutputHead, *, chunk: int = 0, buffers: int = 1) -> None:
-        refuse_cut_head(head)
+        if head.axis:
+            require_matrix(head)
         self.head, self.axis = head, head.axis or Axis("tp")
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         self.inputs: list[torch.Tensor | None]
@@ -80,7 +67,7 @@ class ChunkedHead:
             self.inputs = [hidden, *(p for p in head.module.parameters() if p.requires_grad)]
             self.width = head_width(head, hidden)
         self.share = -(-self.width // self.axis.size)
-        self.start = self.axis.rank * self.share
+        self.start = first_row(self.width, self.axis)
         states = self.inputs[0]
         assert states is not None  # the others may be
         self.hidden = states.detach()
@@ -126,7 +113,9 @@ class ChunkedHead:
             gradient = gradient.to(self.hidden.dtype)
             if to_hidden is not None:
                 to_hidden[rows] = times(gradient, self._matrix)
-            if to_weight is not None:
+            if to_weight is not None and gradient.dtype == to_weight.dtype:
+                to_weight.addmm_(gradient.T, self.hidden[rows])
+            elif to_weight is not None:
                 to_weight += gradient.T @ self.hidden[rows]
 
     def _backward_graph(self, rows: slice, gradient: torch.Tensor) -> None:
@@ -192,7 +181,8 @@ def columns_of(head: OutputHead, states: torch.Tensor, columns: Columns, dtype: 
     Raises:
         ModelError: a cut head that is more than a matrix and a bias.
     """
-    refuse_cut_head(head)
+    if head.axis:
+        require_matrix(head)
     start, stop, share = columns
     if not head.plain:
         return head.logits(states)[:, start:stop].to(dtype)

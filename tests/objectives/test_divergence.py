@@ -280,6 +280,15 @@ def test_buckets_are_a_lower_bound_that_grows_with_k(beta):
     assert without.value.abs().max() < 1e-15 and without.slope.abs().max() < 1e-15
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_where_the_best_tokens_are_all_there_is_no_rest(beta):
+    draw = torch.Generator().manual_seed(5)
+    log_s, log_t = (torch.randn(20, 30, generator=draw).mul(3).log_softmax(1) for _ in range(2))
+    best = log_t.topk(30, dim=1)
+    ours = top_k_divergence(log_s, TopK(best.indices, best.values), beta, (0, 30), tail=True)
+    torch.testing.assert_close(ours.value, generalized_jsd(log_s, log_t, beta).value, rtol=2e-6, atol=1e-6)
+
+
 def test_equal_distributions_have_no_divergence_and_no_gradient():
     log_p = torch.randn(6, 13).double().log_softmax(1)
     best = log_p.topk(4, dim=1)
