@@ -106,10 +106,10 @@ def conversation_start(messages: Messages) -> int:
 def _prompt_and_chosen(columns: Columns, rejected: Any) -> tuple[Messages, Messages]:
     """What comes before both answers (empty where they bring it along), and the better answer."""
     transcripts = _transcripts(columns, rejected)
-    if transcripts:
-        return [], transcripts
-    prompt = read_prompt(columns)
+    prompt = [] if transcripts else read_prompt(columns)
     add_system(prompt, columns)
+    if transcripts:
+        return prompt, transcripts
     name, chosen = columns.first(CHOSEN_COLUMNS)
     if name is None:
         answer_at = conversation_start(prompt)
