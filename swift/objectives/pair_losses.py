@@ -184,19 +184,16 @@ def sft(pairs: Pairs, options: PreferenceOptions) -> torch.Tensor:
 
 
 def simpo(pairs: Pairs, options: PreferenceOptions) -> torch.Tensor:
-    """-log s(beta (a(S_w) - a(S_l)) - gamma): SimPO, arXiv 2405.14734, eq. 6."""
-    logit = options.beta * (pairs.chosen.average - pairs.rejected.average) - options.simpo_gamma
-    return _smoothed(logit, options.smoothing_of("simpo"))
+    """-log s(beta (a(S_w) - a(S_l)) - gamma): SimPO, arXiv 2405.14734, eq. 6.
 
-
-def alphapo(pairs: Pairs, options: PreferenceOptions) -> torch.Tensor:
-    """SimPO with the reward (1 - e^(-alpha a(S))) / alpha in place of a(S): AlphaPO, arXiv 2501.03884; 0: SimPO."""
-    alpha = options.alphapo_alpha
-    if not alpha:
-        return simpo(pairs, options)
-    chosen, rejected = (-torch.expm1(-alpha * side.average) / alpha for side in (pairs.chosen, pairs.rejected))
-    logit = options.beta * (chosen - rejected) - options.simpo_gamma
-    return _smoothed(logit, options.smoothing_of("alphapo"))
+    With alpha, the reward of AlphaPO, arXiv 2501.03884, (1 - e^(-alpha a(S))) / alpha, takes the place of a(S), which is
+    its limit for alpha to 0.
+    """
+    alpha, rewards = options.alphapo_alpha, [pairs.chosen.average, pairs.rejected.average]
+    if alpha:
+        rewards = [-torch.expm1(-alpha * average) / alpha for average in rewards]
+    logit = options.beta * (rewards[0] - rewards[1]) - options.simpo_gamma
+    return _smoothed(logit, options.label_smoothing)
 
 
 def log1mexp(x: torch.Tensor) -> torch.Tensor:
@@ -231,7 +228,7 @@ LOSSES: dict[str, PairLoss] = {
     "sigmoid_norm": sigmoid_norm,
     "sft": sft,
     "simpo": simpo,
-    "alphapo": alphapo,
+    "alphapo": simpo,
     "orpo": orpo,
 }
 

@@ -100,9 +100,8 @@ class KtoObjective:
         reference = torch.zeros_like(logps)
         if options.needs_reference:
             reference = sequence_sums(batch.facts["ref_logps"].to(logps.dtype) * weights, sequences, self.axis)
-        desirable, z0 = sequences.kind == Kind.CHOSEN, sequences.step.get("kto_z0", 0.0)
-        if "kto" in options.loss_types:
-            z0 = sequences.step["kto_z0"]
+        desirable = sequences.kind == Kind.CHOSEN
+        z0 = sequences.step["kto_z0"] if "kto" in options.loss_types else 0.0
         losses = torch.zeros_like(logps)
         for name, weight in options.terms:
             losses = losses + weight * ROW_LOSSES[name](logps - reference, desirable, z0, options)

@@ -157,6 +157,10 @@ FORMULAS = {
         make("simpo", ("alphapo",), beta=2.0, alphapo_alpha=0.25),
         lambda x, o: -np.log(sig(2 * (alpha_reward(x, o)[0] - alpha_reward(x, o)[1]) - 1)),
     ),
+    "alphapo by its alpha": (
+        make("simpo", ("simpo",), beta=2.0, alphapo_alpha=0.25, label_smoothing=0.1),
+        lambda x, o: cdpo(2 * (alpha_reward(x, o)[0] - alpha_reward(x, o)[1]) - 1, 0.1),
+    ),
     "alphapo 0": (
         make("simpo", ("alphapo",), beta=2.0),
         lambda x, o: -np.log(sig(2 * (x[0] / x[4] - x[1] / x[5]) - 1)),
