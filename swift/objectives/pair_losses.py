@@ -186,8 +186,8 @@ def sft(pairs: Pairs, options: PreferenceOptions) -> torch.Tensor:
 def simpo(pairs: Pairs, options: PreferenceOptions) -> torch.Tensor:
     """-log s(beta (a(S_w) - a(S_l)) - gamma): SimPO, arXiv 2405.14734, eq. 6.
 
-    With alpha, the reward of AlphaPO, arXiv 2501.03884, (1 - e^(-alpha a(S))) / alpha, takes the place of a(S), which is
-    its limit for alpha to 0.
+    With alpha, the reward of AlphaPO, arXiv 2501.03884, (1 - e^(-alpha a(S))) / alpha, takes the place of a(S), which
+    is its limit for alpha to 0.
     """
     alpha, rewards = options.alphapo_alpha, [pairs.chosen.average, pairs.rejected.average]
     if alpha:
