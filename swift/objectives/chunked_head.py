@@ -82,8 +82,8 @@ class ChunkedHead:
         self._graph: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def chunks(self) -> Iterator[slice]:
-        """The tokens of each chunk."""
-        return (slice(start, start + self._rows) for start in range(0, len(self.hidden), self._rows))
+        """The tokens of each chunk; there is one at least, if an empty one: all ranks then know the same metrics."""
+        return (slice(start, start + self._rows) for start in range(0, max(1, len(self.hidden)), self._rows))
 
     def logits(self, rows: slice) -> torch.Tensor:
         """This rank's logits of a chunk, [tokens, own vocab], without a graph; the caller must not change them."""

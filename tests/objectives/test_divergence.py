@@ -359,7 +359,7 @@ def test_micro_batches_add_up():
         parts.append(objective(world.hidden[rows], head, batch))
     torch.testing.assert_close(sum(part.loss_sum for part in parts), whole.loss_sum)
     for name, value in whole.sums.items():
-        torch.testing.assert_close(sum(part.sums.get(name, 0) for part in parts), value)
+        torch.testing.assert_close(sum(part.sums[name] for part in parts), value)
     sum(part.loss_sum for part in parts).backward()
     together = world.hidden.grad.clone()
     world.hidden.grad = None
