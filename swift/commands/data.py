@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _ACTIONS = {
     "check": "read every row, and report bad rows, lengths, truncation and duplicates",
     "preview": "show each example's tokens, coloured by what is trained",
+    "convert": "rewrite pairs, labelled answers, documents or labels as rows of another kind",
     "run": "clean, filter, deduplicate or tokenise data as a recipe says",
     "report": "make the page about a finished run anew",
     "operators": "what recipes can be made of, and the settings of one operator",
@@ -87,6 +88,10 @@ def main(arguments: list[str]) -> int:
     rest = arguments[1:]
     if action in ("check", "preview"):
         return _check(rest) if action == "check" else _preview(rest)
+    if action == "convert":
+        from swift.commands.data_convert import convert
+
+        return convert(rest)
     from swift.commands import data_run
 
     return {"run": data_run.run, "report": data_run.report, "operators": data_run.operators}[action](rest)
