@@ -177,6 +177,9 @@ def test_filling_an_empty_model_gives_the_loaded_one(name: str, tuner: str, tmp_
     expected = apply_tuner(load(tmp_path, SEQ, seed=7, dtype=dtype), settings)
     causal_lm = build_empty_model(tmp_path, ModelConfig(), dtype=dtype, task=SEQ)
     whole = apply_tuner(causal_lm, settings)
+    for model in (expected, whole) if tuner == "lora" else ():  # a head is trained in fp32, rounded as it was drawn
+        for parameter in model.parameters():
+            parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
     fill_model(whole, causal_lm, Start(tmp_path, ModelConfig(), settings, 7, dtype, SEQ), device="cpu")
     theirs = {n: p for n, p in expected.named_parameters() if ".lora_" not in n}
     ours = dict(whole.named_parameters())
