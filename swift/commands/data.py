@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from swift.config.commands import SftConfig
 from swift.config.data import DataConfig, TemplateConfig
@@ -38,6 +38,9 @@ class CheckOptions:
 
     report_dir: str | None = setting(None, help="folder that gets ledger.jsonl and report.json; default: none written")
     json: bool = setting(False, help="print the findings as JSON")
+    layout: Literal["chat", "pairs", "binary", "prompts", "labelled", "tokens", "embedding", "rerank"] | None = setting(
+        None, help="how rows are read; default: as the first one looks"
+    )
 
 
 @dataclass
@@ -100,14 +103,17 @@ def main(arguments: list[str]) -> int:
 def _check(arguments: list[str]) -> int:
     config = _parse(CheckConfig, CheckHelp, arguments, "data check", "FILE ... [--model M] [--flag value ...]")
     _require_files(config)
-    encoder = _encoder(config, config.template) if config.model.model else None
+    from swift.commands.data_layout import encoder_for, layout_of
     from swift.data.check import run_check
+
+    layout = config.check.layout or layout_of(config.data)
+    encoder = encoder_for(layout, _encoder(config, config.template), config.data) if config.model.model else None
 
     folder = Path(config.check.report_dir) if config.check.report_dir else None
     if folder:
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-    report = run_check(config.data, config.template, encoder, seed=config.training.seed, run_dir=folder)
+    report = run_check(config.data, config.template, encoder, seed=config.training.seed, run_dir=folder, layout=layout)
     as_json = json.dumps(report.summary(), ensure_ascii=False, indent=2)
     if folder:
         write_atomic(folder / "report.json", as_json + "\n")

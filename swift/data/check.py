@@ -16,6 +16,8 @@ import numpy as np
 
 from swift.config.data import DataConfig, TemplateConfig
 from swift.data.augment.rows import augmenting
+from swift.data.check_units import UnitReport
+from swift.data.columns import Layout
 from swift.data.ledger import Ledger, SourceTally
 from swift.data.pipeline import Chunk, ChunkResult, Encoder, RowResult, Task, Workers
 from swift.data.rows import RowRef
@@ -42,6 +44,7 @@ class CheckReport:
         num_duplicates: rows whose content occurred before.
         duplicates: examples of them: the row, and the earlier one that it equals.
         num_leaked: evaluation rows that are also training rows.
+        units: of rows that are more than conversations.
     """
 
     ledger: Ledger
@@ -54,6 +57,7 @@ class CheckReport:
     num_duplicates: int = 0
     duplicates: list[tuple[RowRef, RowRef]] = field(default_factory=list)
     num_leaked: int = 0
+    units: UnitReport | None = None
 
     @property
     def exit_code(self) -> int:
@@ -93,6 +97,7 @@ class CheckReport:
             "over_max_length": self.over,
             "duplicates": self.num_duplicates,
             "leaked": self.num_leaked,
+            "units": self.units.summary() if self.units else None,
             "roles": dict(self.roles),
             "turns": {str(turns): count for turns, count in sorted(self.turns.items())},
         }
@@ -103,6 +108,7 @@ class CheckReport:
         if len(self.lengths):
             lines += self._render_lengths()
         lines += self._render_content()
+        lines += self.units.lines() if self.units else []
         bad = self.ledger.bad
         lines.append(f"{bad:,} bad row(s)" if bad else "no bad rows")
         return "\n".join(lines)
@@ -143,7 +149,13 @@ class CheckReport:
 
 
 def run_check(
-    data: DataConfig, template: TemplateConfig, encoder: Encoder | None, *, seed: int = 42, run_dir: Path | None = None
+    data: DataConfig,
+    template: TemplateConfig,
+    encoder: Encoder | None,
+    *,
+    seed: int = 42,
+    run_dir: Path | None = None,
+    layout: Layout = "chat",
 ) -> CheckReport:
     """Read all rows of `--dataset` and `--val_dataset` as training would, and report on them.
 
@@ -153,6 +165,8 @@ def run_check(
         encoder: counts tokens; None: characters. Its truncation strategy should not be `raise`.
         seed: of sampling by `#n`.
         run_dir: where `ledger.jsonl` goes; None writes none.
+        layout: how rows are read; where it isn't `chat`, lengths are those of whole units, which max_length doesn't
+            limit.
 
     Raises:
         DataError: a file that can't be read at all, or is empty.
@@ -161,7 +175,7 @@ def run_check(
     ledger = Ledger(run_dir / "ledger.jsonl" if run_dir else None, strict=False, max_bad_rows=float("inf"))
     if encoder is not None:
         encoder = augmenting(encoder, data, seed=seed, train=train, validation=validation)
-    check = _Check(data, ledger, Task(row_options(data, need_answer=True), encoder, facts=True))
+    check = _Check(data, ledger, Task(row_options(data, need_answer=True, layout=layout), encoder, facts=True))
     try:
         with check.workers:
             for number, source in enumerate(train):
@@ -170,7 +184,7 @@ def run_check(
                 check.add(VALIDATION, source, data_rng(data, seed, 1, number))
     finally:
         ledger.close()
-    return check.report(template.max_length if encoder else None)
+    return check.report(template.max_length if encoder and layout == "chat" else None)
 
 
 class _Check:
@@ -187,6 +201,8 @@ class _Check:
         self.num_train = 0
         self.roles: Counter[str] = Counter()
         self.turns: Counter[int] = Counter()
+        layout = task.options.layout
+        self.units = UnitReport(layout) if layout != "chat" else None
 
     def add(self, split: str, source: Source, rng: np.random.Generator) -> None:
         """Read one source."""
@@ -219,6 +235,8 @@ class _Check:
         self.digests.append(facts.digest)
         self.refs.append((file_id, row.line))
         self.roles.update(facts.roles)
+        if self.units:
+            self.units.add(facts.unit)
         if facts.roles:
             self.turns[facts.turns] += 1
         if self.workers.task.encoder is None:
@@ -234,7 +252,7 @@ class _Check:
         """The finished report."""
         lengths = np.asarray(self.lengths, dtype=np.int64)
         report = CheckReport(self.ledger, "tokens" if self.workers.task.encoder else "characters", lengths, max_length)
-        report.roles, report.turns = self.roles, self.turns
+        report.roles, report.turns, report.units = self.roles, self.turns, self.units
         if max_length is not None:
             report.over = int((lengths > max_length).sum())
         self._find_duplicates(report)

@@ -16,9 +16,9 @@ import orjson
 
 from swift.config.data import RowsConfig
 from swift.core.errors import UsageError
-from swift.data.columns import CHOSEN_COLUMNS, REJECTED_COLUMNS, Layout, number_in
+from swift.data.columns import ANSWER_COLUMNS, CHOSEN_COLUMNS, MESSAGE_COLUMNS, REJECTED_COLUMNS, Layout, number_in
 from swift.data.document_shapes import NEGATIVES, POSITIVES
-from swift.data.messages import decode_nested
+from swift.data.messages import ROLE_ALIASES, decode_nested
 from swift.data.pipeline import chunked
 from swift.data.preference_shapes import LABEL_COLUMNS, conversation_start
 from swift.data.readers import FileTally, parse_raw, read_raw
@@ -75,29 +75,42 @@ def detect_layout(record: dict[str, Any]) -> Layout:
     present = {name for name, value in record.items() if value is not None}
     if present & {*REJECTED_COLUMNS, *CHOSEN_COLUMNS}:
         return "pairs"
-    if {"tokens", "words"} & present or ("entities" in present or "spans" in present):
+    labels = next((record[name] for name in (*LABEL_COLUMNS, "labels") if name in present), None)
+    if _has_answer(record):
+        if "kto_tag" in present or (isinstance(labels, bool | int) and labels in (0, 1)):
+            return "binary"
+        return "prompts" if "teacher_prompt" in present else "chat"
+    if present & {"spans", "entities"} or any(isinstance(record.get(name), list) for name in ("tokens", "words")):
         return "tokens"
-    if present & {*POSITIVES, *NEGATIVES, "documents", "passages"} or {"anchor", "sentence1"} & present:
-        answers = _answers_in(record.get("positive_messages") or record.get("negative_messages"))
+    if present & {*POSITIVES, *NEGATIVES, "documents", "passages", "anchor"}:
+        answers = _speaks(record.get("positive_messages") or record.get("negative_messages"))
         return "rerank" if answers or {"documents", "passages"} & present else "embedding"
-    if "kto_tag" in present:
-        return "binary"
-    if present & {*LABEL_COLUMNS, "labels", "label_text"}:
-        return "binary" if _has_answer(record) else "labelled"
+    if labels is not None:
+        return "labelled"
     return "prompts" if "teacher_prompt" in present else "chat"
 
 
-def _answers_in(raw: Any) -> bool:
-    text = raw if isinstance(raw, str) else str(raw)
-    return raw is not None and ("assistant" in text or "gpt" in text)
-
-
 def _has_answer(record: dict[str, Any]) -> bool:
-    for name in ("messages", "conversations", "conversation"):
-        raw = record.get(name)
-        if raw is not None:
-            return _answers_in(raw)
-    return any(record.get(name) is not None for name in ("response", "answer", "output", "completion", "target"))
+    for name in MESSAGE_COLUMNS:
+        if record.get(name) is not None:
+            return _speaks(record[name])
+    return any(record.get(name) is not None for name in ANSWER_COLUMNS)
+
+
+def _speaks(raw: Any) -> bool:
+    """Whether there is an assistant's message in these messages, or lists of messages."""
+    if isinstance(raw, str):
+        try:
+            raw = orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            return False
+    if isinstance(raw, list):
+        return any(map(_speaks, raw))
+    if not isinstance(raw, dict):
+        return False
+    role = raw.get("role", raw.get("from"))
+    role = ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
+    return role == "assistant" or (role is None and "assistant" in raw)
 
 
 def convert_rows(

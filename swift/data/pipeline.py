@@ -24,6 +24,7 @@ import numpy as np
 import orjson
 
 from swift.core.errors import DataError
+from swift.data.check_units import UnitFacts, unit_facts
 from swift.data.handover import UNGUARDED, Handover, handed_over
 from swift.data.readers import RawRow, parse_raw
 from swift.data.rows import Row, RowProblem, RowRef, excerpt
@@ -81,12 +82,14 @@ class Chunk:
 
 @dataclass
 class RowFacts:
-    """What `swift data check` wants to know of a row: a hash of its content, its turns, its characters."""
+    """What `swift data check` wants to know of a row: a hash of its content, its turns, its characters, and what there
+    is beyond a conversation."""
 
     digest: bytes
     turns: int
     roles: Counter[str]
     characters: int
+    unit: UnitFacts
 
 
 @dataclass
@@ -211,7 +214,10 @@ def _difficulty(record: dict[str, Any], column: str) -> float:
 
 
 def _facts(row: Row) -> RowFacts:
-    content = row.text if row.text is not None else [row.messages, row.tools]
+    content: Any = row.text if row.text is not None else [row.messages, row.tools]
+    more = [row.rejected, row.label, row.positives, row.negatives, row.words, row.spans, row.teacher_prompt]
+    if any(value not in (None, []) for value in more):
+        content = [content, more]
     digest = hashlib.blake2b(orjson.dumps(content, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
     texts = [message["content"] for message in row.messages] if row.text is None else [row.text]
     return RowFacts(
@@ -219,6 +225,7 @@ def _facts(row: Row) -> RowFacts:
         sum(message["role"] == "assistant" for message in row.messages),
         Counter(message["role"] for message in row.messages),
         sum(map(len, texts)),
+        unit_facts(row),
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from swift.cli import main
 from swift.config.data import RowsConfig
 from swift.core.errors import UsageError
-from swift.data.convert_rows import Conversion, convert_rows
+from swift.data.convert_rows import Conversion, convert_rows, detect_layout
 
 U, A, B = ({"role": role, "content": said} for role, said in (("user", "U"), ("assistant", "A"), ("assistant", "B")))
 PAIR = {"messages": [U, A], "rejected_messages": [U, B]}
@@ -93,3 +93,25 @@ def test_the_command(write_rows: Callable, tmp_path: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out)["written"] == 2
     assert main(["data", "convert", str(source), "--to", "poems", "--output_file", str(out)]) == 2
     assert "one of pairs, binary" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("record", "layout"),
+    [
+        (PAIR, "pairs"),
+        ({"messages": [U, A], "label": False}, "binary"),
+        ({"query": "U", "response": "A", "kto_tag": True}, "binary"),
+        ({"messages": [U, A], "label": "maths"}, "chat"),
+        ({"query": "U", "response": "A", "documents": ["x"], "tokens": 12}, "chat"),
+        ({"messages": [{"role": "user", "content": "You, assistant"}], "label": 1}, "labelled"),
+        ({"messages": json.dumps([U]), "label": [1, 2]}, "labelled"),
+        ({"tokens": ["a"], "labels": [1]}, "tokens"),
+        ({"text": "a", "entities": []}, "tokens"),
+        ({"messages": [U], "positive_messages": [[U]]}, "embedding"),
+        ({"messages": [U], "positive_messages": [[A]]}, "rerank"),
+        ({"query": "U", "teacher_prompt": "T"}, "prompts"),
+        ({"text": "a"}, "chat"),
+    ],
+)
+def test_layouts_are_recognised(record: dict[str, Any], layout: str) -> None:
+    assert detect_layout(record) == layout
