@@ -117,6 +117,7 @@ class UnitEncoder:
         self.chat.config = replace(chat.config, max_length=_NO_LIMIT, truncation_strategy="delete")
         self.closed = ClosedTexts(self.chat)
         self.vocab_size = chat.vocab_size
+        self.template = chat.template
         self.counts: Counter[str] = chat.counts
         self.notices = chat.notices
         self.word_ids = self._word_ids() if judging else None
@@ -186,6 +187,10 @@ class UnitEncoder:
     def dated(self) -> list[list[str]]:
         """As the chat encoder's."""
         return self._settings_of.dated()
+
+    def stop_token_ids(self) -> list[int]:
+        """As the chat encoder's."""
+        return self._settings_of.stop_token_ids()
 
     # --- rows to sequences ---
 

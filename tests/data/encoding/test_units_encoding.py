@@ -320,6 +320,13 @@ def test_a_bad_row_leaves_its_neighbours_alone() -> None:
         assert outcome[0].input_ids.tolist() == encoder.encode(row)[0].input_ids.tolist()
 
 
+def test_it_stands_in_for_the_chat_encoder() -> None:
+    inner = chat()
+    encoder = UnitEncoder(inner, "pairs")
+    assert (encoder.template, encoder.stop_token_ids()) == (inner.template, inner.stop_token_ids())
+    assert encoder.template and encoder.stop_token_ids() and encoder.tokenizer_parts() == inner.tokenizer_parts()
+
+
 def test_the_fingerprint_changes_with_what_decides_a_unit() -> None:
     same = {UnitEncoder(chat(), "pairs").fingerprint() for _ in range(2)}
     other = [
