@@ -59,10 +59,14 @@ def target_logprobs(hidden: torch.Tensor, head: OutputHead, batch: Batch) -> tor
 @contextmanager
 def adapters_off(models: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, the models are as they were before they got adapters."""
+    models = list(models)
+    trained = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
     with ExitStack() as stack:
         for model in models:
             assert isinstance(model, PeftModel)  # the settings were checked
             stack.enter_context(model.disable_adapter())
+        for parameter in trained:  # the library freezes adapters that are off, and what shards them would see to it
+            parameter.requires_grad_(True)
         yield
 
 

@@ -158,11 +158,6 @@ class UnitEncoder:
             raise outcome
         return outcome
 
-    @property
-    def template(self) -> str | None:
-        """The chat template in force."""
-        return self.chat.template
-
     def stop_token_ids(self) -> list[int]:
         """Ids that end an answer."""
         return self.chat.stop_token_ids()
@@ -187,10 +182,6 @@ class UnitEncoder:
     def dated(self) -> list[list[str]]:
         """As the chat encoder's."""
         return self._settings_of.dated()
-
-    def stop_token_ids(self) -> list[int]:
-        """As the chat encoder's."""
-        return self._settings_of.stop_token_ids()
 
     # --- rows to sequences ---
 
