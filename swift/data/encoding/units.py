@@ -356,11 +356,10 @@ class UnitEncoder:
         for token, place in enumerate(text.offsets):
             if place is None:
                 continue
-            start = place[0] + len(content[place[0] : place[1]]) - len(content[place[0] : place[1]].lstrip())
+            blank = len(content[place[0] : place[1]]) - len(content[place[0] : place[1]].lstrip())
+            start = place[0] + (blank if place[0] + blank < place[1] else 0)
             spans = enumerate(row.spans or [])
-            inside = next(
-                ((n, name) for n, (a, b, name) in spans if start < b and place[1] > a and start < place[1]), None
-            )
+            inside = next(((n, name) for n, (a, b, name) in spans if start < b and place[1] > a), None)
             if inside is None:
                 marks[token] = OUTSIDE
                 continue

@@ -248,6 +248,16 @@ def test_spans_label_every_token_of_the_text() -> None:
     assert starts == ["B-PER", "B-LOC"]
 
 
+def test_white_space_inside_a_span_belongs_to_it() -> None:
+    names = ("O", "X")
+    space = LabelSpace("single_label_classification", 2, names, bio=False)
+    record = {"text": "see a\n\nb there", "spans": [[4, 8, "X"]]}
+    (example,) = encode(record, "tokens", labels=space)
+    marked = np.flatnonzero(example.loss_weights)
+    inside = [token for token, value in zip(marked, unit_of(example).values, strict=True) if value]
+    assert make_tokenizer().decode(example.input_ids[inside]).strip() == "a\n\nb"
+
+
 def test_each_text_of_an_embedding_row_is_a_part_of_its_own() -> None:
     record = {"anchor": "one", "positive": ["two", "three"], "negative": "four"}
     (example,) = encode(record, "embedding")
