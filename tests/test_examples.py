@@ -19,6 +19,9 @@ TRAINING = {
     "self_cognition": "sft",
     "tools": "sft",
     "pretrain": "pt",
+    "dpo": "rlhf",
+    "kto": "rlhf",
+    "reward_model": "rlhf",
 }
 RECIPES = {  # rows that are left of their data, and what each operator drops
     "clean_pretraining": (
