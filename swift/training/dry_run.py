@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from swift.config.auto_parallel import choose
 from swift.config.cluster import read_cluster
-from swift.config.commands import TrainConfig
+from swift.config.commands import RlhfConfig, SftConfig, TrainConfig
 from swift.config.degrees import Degrees, read_model_shape, resolve_degrees
 from swift.config.nodes import processes_wanted, world_size_expected
 from swift.core.devices import detect_device
@@ -123,6 +123,11 @@ def _settle(config: TrainConfig, environ: Mapping[str, str]) -> tuple[_Run, list
         )
     like_cpu = device.type == "cpu" and precision.compute == torch.float32
     where = "a CPU" if like_cpu else "an accelerator"
+    if isinstance(config, RlhfConfig) or (isinstance(config, SftConfig) and config.task.task_type != "causal_lm"):
+        layout.notes.append(
+            "every sequence is taken to be max_length long and to predict its next tokens; passes that look ahead "
+            "(reference, teacher, statistics of the step) hold no gradients and come on top of the time"
+        )
     layout.notes.append(f"operations are those of {where} (--torch_dtype {precision.name})")
     empty = build_empty_model(folder, config.model, dtype=torch.float32)
     free = config.batching.padding_free is not False and varlen_unsupported_reason(empty) is None
@@ -231,13 +236,19 @@ def _has_experts(causal_lm: PreTrainedModel) -> bool:
     return bool(getattr(causal_lm.config.get_text_config(), "base_model_ep_plan", None))
 
 
+def _shape(config: TrainConfig) -> tuple[int, int]:
+    """Rows of a micro-batch and their tokens; both answers of a pair are rows."""
+    length = config.template.max_length
+    if config.batching.packing:
+        return config.training.per_device_train_batch_size, config.batching.packing_length or length
+    pairs = isinstance(config, RlhfConfig) and config.preference.rlhf_type not in ("kto", "gkd")
+    return config.training.per_device_train_batch_size * (2 if pairs else 1), length
+
+
 def _micro_batch(run: _Run) -> Batch:
     """The largest micro-batch that the settings allow, every token trained on."""
     config = run.config
-    length = config.template.max_length
-    if config.batching.packing:
-        length = config.batching.packing_length or length
-    rows = config.training.per_device_train_batch_size
+    rows, length = _shape(config)
     example = (np.ones(length, dtype=np.int32), np.ones(length, dtype=np.float32))
     layout = Layout(padding_free=run.attention == VARLEN)
     return make_batch([example] * rows, [RowRef("dry run", number) for number in range(rows)], layout)
@@ -245,10 +256,7 @@ def _micro_batch(run: _Run) -> Batch:
 
 def _facts(run: _Run, notes: list[str]) -> Facts:
     config, degrees = run.config, run.degrees
-    length = config.template.max_length
-    if config.batching.packing:
-        length = config.batching.packing_length or length
-    rows = config.training.per_device_train_batch_size
+    rows, length = _shape(config)
     tokens = run.micro_batches * rows * length * degrees.dp
     recompute = "activations recomputed" if config.training.gradient_checkpointing else "activations kept"
     return Facts(
