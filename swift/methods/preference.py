@@ -8,6 +8,7 @@ from typing import Any, cast
 from swift.config.commands import RlhfConfig, TrainConfig
 from swift.config.preference import reference_way, settle
 from swift.core.errors import UsageError
+from swift.data.columns import Layout as RowLayout
 from swift.data.encoding.encode import ChatEncoder
 from swift.data.encoding.units import UnitEncoder
 from swift.distributed.mesh import Mesh
@@ -92,7 +93,7 @@ def preference_options(config: RlhfConfig) -> PreferenceOptions:
     ).check()
 
 
-def _encoder(tokenizer: Any, config: TrainConfig, *, layout: str) -> UnitEncoder:
+def _encoder(tokenizer: Any, config: TrainConfig, *, layout: RowLayout) -> UnitEncoder:
     return UnitEncoder(ChatEncoder(tokenizer, config.template), layout)
 
 
