@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from swift.core.logging import get_logger
 from swift.monitor import text
 
+_LIVE = ("loss", "rewards/margins", "rewards/accuracies", "tokens_per_second")
 _WINDOW_STEPS = (
     50  # the ETA follows the recent pace: evaluation, compilation and length changes make old steps misleading
 )
@@ -108,7 +109,7 @@ class LiveConsole:
         if self._bar is None or self._pace is None:
             return
         self._pace.mark(step)
-        shown: dict[str, float] = {name: metrics[name] for name in ("loss", "tokens_per_second") if name in metrics}
+        shown = {name: metrics[name] for name in _LIVE if name in metrics}
         words = "  ".join([*text.metric_words(shown), f"eta {text.duration(self._pace.eta_s())}"])
         self._bar.update(self._task, completed=step, words=words)
 

@@ -15,6 +15,7 @@ from swift.monitor import text
 from swift.monitor.console import Console, Pace, make_console
 from swift.monitor.history import History
 from swift.monitor.tensorboard import EventWriter
+from swift.monitor.watch import make_watches
 
 _SEVERITY = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
@@ -76,6 +77,8 @@ class RunMonitor(Monitor):
         self._step = 0
         self._plan: dict[str, Any] = {}
         self._pace: Pace | None = None
+        self._watches = make_watches()
+        self._logged: dict[str, float] = {}  # the newest of each metric, for the live line
         self._early: list[dict[str, Any]] = []  # events before `start`, when it isn't known yet whether we resume
 
     def resume_at(self, step: int, previous_run: Path | None = None) -> None:
@@ -87,6 +90,9 @@ class RunMonitor(Monitor):
         total = int(plan.get("total_steps", 0))
         if self._resumed_step is not None:
             self.history.resume_at(self._resumed_step, self._previous_run)
+            for record in self.history.records:
+                if "event" not in record:
+                    self._warnings(record.get("step", 0), record)  # what they had to say is in the history
         kind = "start" if self._resumed_step is None else "resume"
         self._record({"event": kind, "version": __version__, **plan})
         for record in self._early:
@@ -110,12 +116,19 @@ class RunMonitor(Monitor):
         if self._pace is not None and "loss" in metrics:
             words.append(f"eta {text.duration(self._pace.eta_s())}")
         self._say("  ".join(words))
+        self._logged |= metrics
+        for warning in self._warnings(step, metrics):
+            self.event("warning", warning)
+
+    def _warnings(self, step: int, metrics: dict[str, Any]) -> list[str]:
+        """What the watches say of a logged line."""
+        return [warning for watch in self._watches if (warning := watch.log(step, metrics)) is not None]
 
     def progress(self, step: int, metrics: dict[str, float]) -> None:
         self._step = step
         if self._pace is not None:
             self._pace.mark(step)
-        self._console.progress(step, metrics)
+        self._console.progress(step, {**self._logged, **metrics})
 
     def event(self, kind: str, message: str, **data: Any) -> None:
         record = {"event": kind, "message": message, **data}
@@ -129,11 +142,13 @@ class RunMonitor(Monitor):
     def finish(self, summary: dict[str, Any]) -> None:
         self._record({"event": "finish", **summary})
         self.close()
+        from swift.monitor import metric_plot
         from swift.monitor.plot import write_loss_plot
         from swift.monitor.report import write_report
 
         write_loss_plot(self.history, self.run_dir / "loss.png", title=str(self._plan.get("model", "")))
-        write_report(self.history, self.run_dir, plan=self._plan, summary=summary)
+        titles = metric_plot.write_metric_plot(self.history, self.run_dir / metric_plot.FILE_NAME)
+        write_report(self.history, self.run_dir, plan=self._plan, summary=summary, plots=titles)
         for line in summary_lines(summary, self.history, self.run_dir):
             self._say(line)
 
@@ -231,6 +246,6 @@ def summary_lines(summary: dict[str, Any], history: History, run_dir: Path) -> l
     for key, label in (("last_checkpoint", "saved   "), ("best_checkpoint", "best    ")):
         if summary.get(key) and not (key == "last_checkpoint" and just_said):
             lines.append(f"{label}{summary[key]}")
-    lines.append(f"report  {run_dir / 'report.html'} (also loss.png, logging.jsonl)")
+    lines.append(f"report  {run_dir / 'report.html'} (also loss.png, metrics.png, logging.jsonl)")
     lines.extend(f"next    {command}" for command in summary.get("next", ()))
     return lines

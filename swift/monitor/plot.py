@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 from swift.core.files import write_atomic
 from swift.monitor.history import History
@@ -27,16 +28,18 @@ def smooth(values: list[float], weight: float | None = None) -> list[float]:
 
 
 def write_loss_plot(history: History, path: Path, *, title: str = "") -> bool:
-    """Draw the curves of `history` to `path`; returns False, and writes nothing, when no loss was logged."""
+    """Draw the curves of `history` to `path`; returns False when no loss was logged.
+
+    A file of that name goes then: it would be another run's.
+    """
     steps, losses = history.series("loss")
     eval_steps, eval_losses = history.series("eval_loss")
     if not losses and not eval_losses:
+        path.unlink(missing_ok=True)
         return False
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second: only at the end of a run
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # half a second: only at the end of a run
 
     figure = Figure(figsize=(8, 5.6), dpi=110, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     if losses:
         smoothed = smooth(losses)
@@ -48,11 +51,11 @@ def write_loss_plot(history: History, path: Path, *, title: str = "") -> bool:
         )
     if eval_losses:
         upper.plot(eval_steps, eval_losses, color="tab:orange", linewidth=1.8, marker="o", label="evaluation loss")
-    upper.set_ylabel("loss per trained token")
+    upper.set_ylabel("loss")
     upper.grid(alpha=0.3)
     upper.legend(frameon=False)
     if title:
-        upper.set_title(title, fontsize=10)
+        upper.set_title(title, fontsize=10, parse_math=False)
     rate_steps, rates = history.series("learning_rate")
     norm_steps, norms = history.series("grad_norm")
     lower.plot(rate_steps, rates, color="tab:green", linewidth=1.4)
@@ -63,7 +66,14 @@ def write_loss_plot(history: History, path: Path, *, title: str = "") -> bool:
         right = lower.twinx()
         right.plot(norm_steps, norms, color="tab:red", alpha=0.6, linewidth=1)
         right.set_ylabel("grad norm", color="tab:red")
-    image = io.BytesIO()
-    canvas.print_png(image)
-    write_atomic(path, image.getvalue())
+    save_figure(figure, path)
     return True
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a matplotlib figure as a PNG, whole or not at all."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    image = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(image)
+    write_atomic(path, image.getvalue())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +21,7 @@ from swift.core.version import __version__
 from swift.data.ledger import Ledger
 from swift.monitor import text
 from swift.monitor.history import History
+from swift.monitor.metric_plot import FILE_NAME as METRICS
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -36,17 +37,21 @@ _PACKAGES = ("torch", "transformers", "peft", "tokenizers", "safetensors", "nump
 _CONFIG_NAME = "swift_config.yaml"
 
 
-def write_report(history: History, run_dir: Path, *, plan: dict[str, Any], summary: dict[str, Any]) -> Path:
+def write_report(
+    history: History, run_dir: Path, *, plan: dict[str, Any], summary: dict[str, Any], plots: Sequence[str] = ()
+) -> Path:
     """Write `run_dir/report.html` from what the run recorded and return its path.
 
-    Takes the curve from `loss.png`, the configuration from `swift_config.yaml` and the row ledger from `ledger.jsonl`
-    in the same folder; a part that isn't there is left out.
+    Takes the curves from `loss.png` and `metrics.png` (whose plots' titles are `plots`), the configuration from
+    `swift_config.yaml` and the row ledger from `ledger.jsonl` in the same folder; a part that isn't there is left out.
     """
     path = run_dir / "report.html"
     parts = [
         f"<h1>{escape(str(plan.get('model') or run_dir.name))}</h1>",
         _section("Summary", _table(_flat(summary))),
-        _section("Loss", _image(run_dir / "loss.png")),
+        _section("Warnings", _events(history, "warning", "error")),
+        _section("Loss", _image(run_dir / "loss.png", "loss over steps")),
+        _section("Metrics", _image(run_dir / METRICS, f"over steps: {', '.join(plots)}") if plots else ""),
         _section("Plan", _table(_flat(plan))),
         _section("Rows", _ledger(run_dir / "ledger.jsonl")),
         _section("Last measurements", _table(_last_metrics(history))),
@@ -102,11 +107,11 @@ def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     return rows
 
 
-def _image(path: Path) -> str:
+def _image(path: Path, words: str) -> str:
     if not path.exists():
         return ""
     data = base64.b64encode(path.read_bytes()).decode()
-    return f'<img alt="loss over steps" src="data:image/png;base64,{data}">'
+    return f'<img alt="{escape(words)}" src="data:image/png;base64,{data}">'
 
 
 def _verbatim(path: Path) -> str:
@@ -142,11 +147,13 @@ def _last_metrics(history: History) -> list[tuple[str, str]]:
     return _flat(latest)
 
 
-def _events(history: History) -> str:
+def _events(history: History, *kinds: str) -> str:
+    """The newest events, of these kinds or of all but the ledger's, which has its own section."""
+    told = [record for record in history.records if record.get("event") and record.get("message")]
     rows = [
         (f"{record['event']} (step {record.get('step', 0)})", str(record["message"]))
-        for record in history.records
-        if "event" in record and record.get("message") and "ledger" not in record  # that one has its own section
+        for record in told
+        if "ledger" not in record and (not kinds or record["event"] in kinds)
     ]
     hidden = max(0, len(rows) - 200)
     return _table(rows[-200:]) + (f"<p>{hidden} earlier events in logging.jsonl.</p>" if hidden else "")

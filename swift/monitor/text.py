@@ -38,10 +38,15 @@ def counted(count: int | str, thing: str) -> str:
 
 
 def metric_words(metrics: dict[str, float]) -> list[str]:
-    """The metrics that a console line shows, in reading order; the rest is in logging.jsonl only."""
+    """The metrics that a console line shows, in reading order; the rest is in logging.jsonl only.
+
+    Of an evaluation it shows what has a plain name; of families such as `f1/<class>` only margin and accuracy.
+    """
     words = []
     for name, label, spec in (
         ("loss", "loss {}", "{:.4f}"),
+        ("rewards/margins", "margin {}", "{:.3g}"),
+        ("rewards/accuracies", "accuracy {}", "{:.2f}"),
         ("learning_rate", "lr {}", "{:.2e}"),
         ("grad_norm", "grad_norm {}", "{:.3g}"),
         ("tokens_per_second", "{} tok/s", "{:.0f}"),
@@ -50,7 +55,10 @@ def metric_words(metrics: dict[str, float]) -> list[str]:
     ):
         if isinstance(metrics.get(name), (int, float)):
             words.append(label.format(spec.format(metrics[name])))
-    words.extend(f"{name} {number(value)}" for name, value in metrics.items() if name.startswith("eval_"))
+    evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+    for name, value in evaluated.items():
+        if "/" not in name or name in ("eval_rewards/margins", "eval_rewards/accuracies"):
+            words.append(f"{name} {number(value)}")
     return words
 
 
