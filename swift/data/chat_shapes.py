@@ -31,7 +31,10 @@ _ALL = (
     *SYSTEM_COLUMNS,
     *("history", "tools", "chat_template_kwargs"),
 )
-_PREFERENCE_FIX = 'this is a preference row, for `swift rlhf`; to train on the better answer alone: --columns \'{"chosen": "messages"}\''
+_PREFERENCE_FIX = (
+    "this is a preference row, for `swift rlhf`; to train on the better answer alone: "
+    '--columns \'{"chosen": "messages"}\''
+)
 
 
 def begin_row(columns: Columns, ref: RowRef) -> Row:
