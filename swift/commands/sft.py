@@ -83,6 +83,8 @@ def _run(config: TrainConfig, session: Any) -> TrainResult:
     from swift.training.data import build_data
     from swift.training.model import build_model
 
+    if session.method.settle is not None:
+        session.method = session.method.settle(session.method, config, session)
     data = build_data(config, session)
     if session.method.before_model is not None:
         session.method.before_model(config, session, data)

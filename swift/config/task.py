@@ -52,7 +52,7 @@ class TaskConfig(ServedTaskConfig):
     infonce_temperature: float = setting(0.1, help="infonce: divides the similarities")
     infonce_use_batch: bool = setting(True, help="infonce: the other units of the step give negatives as well")
     infonce_hard_negatives: int | None = setting(
-        None, help="infonce: negatives of a row: drawn down or repeated to this many; default: all that it has"
+        None, help="infonce: negatives of a row: its first so many, or repeated to so many; default: all that it has"
     )
     infonce_mask_fake_negative: bool = setting(
         False, help="infonce: leave out negatives more similar than the positive plus infonce_fake_neg_margin"
@@ -60,8 +60,8 @@ class TaskConfig(ServedTaskConfig):
     infonce_fake_neg_margin: float = setting(0.1, help="infonce: see infonce_mask_fake_negative")
     infonce_include_qq: bool = setting(False, help="infonce: other anchors are negatives of an anchor as well")
     infonce_include_dd: bool = setting(False, help="infonce: other documents are negatives of the positive as well")
-    max_positive_samples: int = setting(1, help="positives of a row that are used, drawn anew each epoch")
-    max_negative_samples: int = setting(7, help="negatives of a row that are used, drawn anew each epoch")
+    max_positive_samples: int = setting(1, help="positives of a row that are used at most, drawn with the seed")
+    max_negative_samples: int = setting(7, help="negatives of a row that are used at most, drawn with the seed")
     mrl_dims: list[int] = setting(
         help="Matryoshka: train the first so many numbers of a vector as vectors of their own", factory=list
     )

@@ -50,9 +50,12 @@ class Units:
 class Grouped(Protocol):
     """`Units`, or the `Sequences` of a batch."""
 
-    unit: torch.Tensor
-    kind: torch.Tensor
-    values: list[tuple[float, ...]]
+    @property
+    def unit(self) -> torch.Tensor: ...
+    @property
+    def kind(self) -> torch.Tensor: ...
+    @property
+    def values(self) -> list[tuple[float, ...]]: ...
 
 
 class UnitLosses(NamedTuple):

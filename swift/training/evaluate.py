@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import torch
 
-from swift.data.loading.batch import Annotate, Batch, Examples, Layout
+from swift.data.loading.batch import Annotate, Examples, Layout
 from swift.data.loading.loader import evaluation_batches
 from swift.distributed import ProcessGroup
-from swift.training.method import LookAhead, Prediction, Report
+from swift.objectives.predictions import Report, predictions
+from swift.training.method import LookAhead
 from swift.training.strategy import Strategy, as_in_evaluation
 from swift.training.trainer_parts import TrainerParts
 
@@ -65,7 +65,7 @@ def evaluate(
 def predict(parts: TrainerParts, strategy: Strategy) -> Report:
     """What the metrics say of the model's answers to all evaluation units; the same on every rank."""
     assert parts.metrics is not None and parts.eval_examples is not None
-    data = strategy.mesh["dp"]
+    data, probe = strategy.mesh["dp"], parts.metrics.probe
     places: dict[str, Any] = {
         "tokens_per_batch": parts.eval_tokens_per_batch,
         "rank": data.rank,
@@ -74,21 +74,7 @@ def predict(parts: TrainerParts, strategy: Strategy) -> Report:
     mine = [
         prediction
         for batch in evaluation_batches(parts.eval_examples, parts.loader.layout, **places)
-        for prediction in predictions(batch, strategy.measure(batch, parts.metrics.probe))
+        for prediction in predictions(batch, strategy.measure(batch, probe), means=parts.metrics.means)
     ]
     gathered = parts.group.along(data).gather(mine)
     return parts.metrics.report([prediction for some in gathered for prediction in some])
-
-
-def predictions(batch: Batch, outputs: torch.Tensor) -> list[Prediction]:
-    """Outputs of targets, [targets, ...], by units and their sequences."""
-    sequences = batch.sequences
-    assert sequences is not None
-    found = outputs.float().cpu().numpy()
-    owners, units, kinds = (t.cpu().numpy() for t in (sequences.target, sequences.unit, sequences.kind))
-    result = []
-    for number, values in enumerate(sequences.values):
-        members = np.flatnonzero(units == number)
-        said = tuple(found[owners == member] for member in members)
-        result.append(Prediction(values, tuple(kinds[members].tolist()), said))
-    return result

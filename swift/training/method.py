@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 
 from swift.config.commands import TrainConfig
@@ -22,6 +21,7 @@ from swift.data.pipeline import TemplateEncoder
 from swift.distributed.mesh import Mesh
 from swift.models.head import OutputHead
 from swift.models.kinds import CAUSAL_LM, Task
+from swift.objectives.predictions import Prediction, Report
 from swift.training.module import Objectives, next_token
 from swift.training.strategy import Strategy
 from swift.training.trainer_parts import Callback, RankState
@@ -47,29 +47,15 @@ class LookAhead(Protocol):
     def __call__(self, strategy: Strategy, batches: list[Batch], *, training: bool) -> None: ...
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """What a model said of one unit.
+class Metrics(Protocol):
+    """Metrics of an evaluation that are no means over units: F1, AUC, rank correlations.
 
     Attributes:
-        values: the unit's; kinds: of its sequences.
-        outputs: of each sequence, [its targets, ...], as the probe gave them.
+        means: whether of each sequence the mean of what the probe gives is wanted.
     """
 
-    values: tuple[float, ...]
-    kinds: tuple[int, ...]
-    outputs: tuple[np.ndarray, ...]
-
-
-class Report(NamedTuple):
-    """Metrics by name, and words for the user beside them (a table), if there are any."""
-
-    numbers: dict[str, float]
-    words: str = ""
-
-
-class Metrics(Protocol):
-    """Metrics of an evaluation that are no means over units: F1, AUC, rank correlations."""
+    @property
+    def means(self) -> bool: ...
 
     def probe(self, hidden: torch.Tensor, head: OutputHead, batch: Batch) -> torch.Tensor: ...
 
@@ -101,6 +87,7 @@ class Method:
         wants_dropout: whether the model's dropout stays on in training.
         share_prompts: `auto`, `true` or `false`.
         make_look_ahead: makes what works ahead of each step, once the model is built.
+        settle: completes the method by what the rows say, such as which classes there are; every rank calls it.
         before_model: what is done with the data before the model is built.
         notes: what was decided on the user's behalf.
     """
@@ -115,6 +102,7 @@ class Method:
     wants_dropout: bool = True
     share_prompts: str = "auto"
     make_look_ahead: Callable[[Surroundings], LookAhead] | None = None
+    settle: Callable[[Method, TrainConfig, Session], Method] | None = None
     before_model: Callable[[TrainConfig, Session, Data], None] | None = None
     notes: tuple[str, ...] = ()
 

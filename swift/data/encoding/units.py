@@ -8,11 +8,12 @@ Knows nothing of what a method does with a unit.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from swift.data.units import Kind, Unit
 UNIT_VERSION = 1  # part of the fingerprint: raise it when the same row would come out as another unit
 _NO_LIMIT = 1 << 30
 _NOWHERE = RowRef("", 0)
+_READ = {"last": slice(-1, None), "cls": slice(0, 1), "mean": slice(None)}
 _JUDGE = "<Instruct>: {instruction}\n\n<Query>: {query}\n\n<Document>: {document}"
 
 
@@ -83,6 +85,10 @@ class UnitEncoder:
         labels: of `labelled` and `tokens`.
         judging: rerank: the model answers with a word.
         need_negatives: rerank and embedding: refuse rows without a negative.
+        pooling: labelled, rerank and embedding: which tokens of a text are read, and so have weight 1: the `last` one,
+            the first one (`cls`), or all (`mean`).
+        most: rerank and embedding: positives and negatives of a row that are used at most; which ones is drawn with
+            `seed` and the row's own text. None: all.
 
     Raises:
         UsageError: settings that contradict each other; the two words of `judging` begin with the same token.
@@ -96,6 +102,9 @@ class UnitEncoder:
         labels: LabelSpace | None = None,
         judging: Judging | None = None,
         need_negatives: bool = False,
+        pooling: Literal["last", "mean", "cls"] = "last",
+        most: tuple[int, int] | None = None,
+        seed: int = 0,
     ) -> None:
         if layout in ("labelled", "tokens") and labels is None:
             raise ValueError(f"layout {layout} needs labels")
@@ -112,6 +121,7 @@ class UnitEncoder:
         self.labels = labels
         self.judging = judging
         self.need_negatives = need_negatives
+        self.pooling, self.most, self.seed = pooling, most, seed
         self._settings_of = chat
         self.chat = copy(chat)  # the same tokenizer, counts and caches
         self.chat.config = replace(chat.config, max_length=_NO_LIMIT, truncation_strategy="delete")
@@ -131,6 +141,8 @@ class UnitEncoder:
             DataError: a sequence over max_length with `--truncation_strategy raise`.
         """
         asked: list[list[Row] | RowProblem] = []
+        if self.most is not None:
+            rows = [_drawn(row, self.most, self.seed) for row in rows]
         for row in rows:
             try:
                 asked.append(self._sequences(row))
@@ -177,6 +189,10 @@ class UnitEncoder:
             unit["labels"] = asdict(self.labels)
         if self.judging:
             unit["judging"] = asdict(self.judging)
+        if self.pooling != "last":
+            unit["pooling"] = self.pooling
+        if self.most is not None:
+            unit["drawn"] = [*self.most, self.seed]
         return {**self._settings_of.settings(), "unit": unit}
 
     def dated(self) -> list[list[str]]:
@@ -307,14 +323,14 @@ class UnitEncoder:
     def _read(
         self, row: Row, texts: list[ClosedText], kinds: list[Kind], values: tuple[float, ...], *, share: bool
     ) -> Encoded:
-        """Texts of which the last token is read, each cut to max_length by itself."""
+        """Texts that are read, each cut to max_length by itself."""
         parts = []
         truncated = 0
         for text, kind in zip(texts, kinds, strict=True):
             ids = text.input_ids[self._kept(row, len(text.input_ids), text.input_ids[0])]
             truncated += len(text.input_ids) - len(ids)
             weights = np.zeros(len(ids), dtype=np.float32)
-            weights[-1] = 1.0
+            weights[_READ[self.pooling]] = 1.0
             parts.append(_Part(ids, weights, kind))
         return _assembled(parts, _shared(parts) if share else 0, values, truncated)
 
@@ -410,7 +426,8 @@ class UnitEncoder:
         self._refuse_long(row, num_tokens)
         if self.strategy == "right":
             return np.r_[0 : self.limit - 1, num_tokens - 1]
-        bos = int(first == self.chat.tokenizer.bos_token_id and self.limit > 1)
+        begins = (self.chat.tokenizer.bos_token_id, self.chat.tokenizer.cls_token_id)
+        bos = int(first in begins and self.limit > 1)
         return np.r_[0:bos, bos + cut : num_tokens]
 
     def _refuse_long(self, row: Row, num_tokens: int) -> None:
@@ -422,6 +439,22 @@ class UnitEncoder:
             )
         if self.strategy == "delete":
             raise _too_long(num_tokens, self.limit)
+
+
+def _drawn(row: Row, most: tuple[int, int], seed: int) -> Row:
+    """The row with so many positives and negatives at most, in their order."""
+    if len(row.positives) <= most[0] and len(row.negatives) <= most[1]:
+        return row
+    text = "\n".join(message["content"] for message in row.messages)
+    rng = np.random.default_rng([seed, zlib.crc32(text.encode("utf-8", "surrogatepass"))])
+
+    def some(texts: list[list[dict[str, Any]]], count: int) -> list[list[dict[str, Any]]]:
+        chosen = (
+            sorted(rng.choice(len(texts), count, replace=False).tolist()) if len(texts) > count else range(len(texts))
+        )
+        return [texts[number] for number in chosen]
+
+    return replace(row, positives=some(row.positives, most[0]), negatives=some(row.negatives, most[1]))
 
 
 def _part(encoded: Encoded, kind: Kind) -> _Part:
