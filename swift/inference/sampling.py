@@ -9,7 +9,7 @@ runs its greedy loop, and `RowSampler` leaves it exactly one candidate per row.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -118,39 +118,57 @@ class RowSampler(LogitsProcessor):
         seeds: one per row, [batch].
     """
 
-    def __init__(self, sampling: Sampling, seeds: Sequence[int]) -> None:
+    def __init__(self, sampling: Sampling, seeds: Sequence[int | str]) -> None:
         self._sampling = sampling
-        self._draws = [random.Random(f"{sampling.seed}/{seed}") for seed in seeds]
+        self._draws = row_draws(sampling, seeds)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Scores in and out: [batch, vocab] float32."""
-        probs, tokens = self._candidates(scores / self._sampling.temperature)
-        if self._sampling.top_p < 1:  # likeliest first: drop what comes after the share is full
-            probs = probs * (probs.cumsum(dim=-1) - probs < self._sampling.top_p)
-        if self._sampling.min_p > 0:
-            probs = probs * (probs >= self._sampling.min_p * probs.amax(dim=-1, keepdim=True))
-        cumulative = probs.cumsum(dim=-1)
-        draws = torch.tensor([draw.random() for draw in self._draws], dtype=probs.dtype, device=probs.device)
-        # the first candidate whose cumulative probability exceeds the draw; never one of probability 0
-        place = torch.searchsorted(cumulative, draws[:, None] * cumulative[:, -1:], right=True)
-        place = torch.minimum(place, (probs > 0).cumsum(dim=-1).argmax(dim=-1, keepdim=True))
-        chosen = place if tokens is None else tokens.gather(-1, place)
-        only = torch.full_like(scores, -torch.inf).scatter_(-1, chosen, 0.0)
+        draws = torch.tensor([draw.random() for draw in self._draws], dtype=scores.dtype, device=scores.device)
+        only = torch.full_like(scores, -torch.inf).scatter_(-1, choose_tokens(scores, draws, self._sampling), 0.0)
         return cast(torch.FloatTensor, only)
 
-    def _candidates(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Probabilities of the candidates [batch, k], likeliest first where it matters, and their ids (None: all)."""
-        vocab = scores.shape[-1]
-        if 0 < self._sampling.top_k < vocab:
-            values, tokens = scores.topk(self._sampling.top_k, dim=-1)
-            return values.softmax(dim=-1), tokens
-        probs = scores.softmax(dim=-1)
-        if self._sampling.top_p == 1:
-            return probs, None
-        likeliest, tokens = probs.topk(min(_TOP_P_CANDIDATES, vocab), dim=-1)
-        if bool((likeliest.sum(dim=-1) > self._sampling.top_p).all()):
-            return likeliest, tokens  # the share is full among these: no need to sort the vocabulary
-        return probs.sort(dim=-1, descending=True)
+
+def row_draws(sampling: Sampling, seeds: Iterable[int | str]) -> list[random.Random]:
+    """The generator of each row's random numbers, one of which chooses each token."""
+    return [random.Random(f"{sampling.seed}/{seed}") for seed in seeds]
+
+
+def choose_tokens(scores: torch.Tensor, draws: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """One token for each row by its random number.
+
+    Args:
+        scores: [batch, vocab], logits; sampling: temperature above 0.
+        draws: [batch], from 0 to below 1.
+
+    Returns:
+        int64 [batch, 1].
+    """
+    probs, tokens = _candidates(scores / sampling.temperature, sampling)
+    if sampling.top_p < 1:  # likeliest first: drop what comes after the share is full
+        probs = probs * (probs.cumsum(dim=-1) - probs < sampling.top_p)
+    if sampling.min_p > 0:
+        probs = probs * (probs >= sampling.min_p * probs.amax(dim=-1, keepdim=True))
+    cumulative = probs.cumsum(dim=-1)
+    # the first candidate whose cumulative probability exceeds the draw; never one of probability 0
+    place = torch.searchsorted(cumulative, draws.to(probs)[:, None] * cumulative[:, -1:], right=True)
+    place = torch.minimum(place, (probs > 0).cumsum(dim=-1).argmax(dim=-1, keepdim=True))
+    return place if tokens is None else tokens.gather(-1, place)
+
+
+def _candidates(scores: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Probabilities of the candidates [batch, k], likeliest first where it matters, and their ids (None: all)."""
+    vocab = scores.shape[-1]
+    if 0 < sampling.top_k < vocab:
+        values, tokens = scores.topk(sampling.top_k, dim=-1)
+        return values.softmax(dim=-1), tokens
+    probs = scores.softmax(dim=-1)
+    if sampling.top_p == 1:
+        return probs, None
+    likeliest, tokens = probs.topk(min(_TOP_P_CANDIDATES, vocab), dim=-1)
+    if bool((likeliest.sum(dim=-1) > sampling.top_p).all()):
+        return likeliest, tokens  # the share is full among these: no need to sort the vocabulary
+    return probs.sort(dim=-1, descending=True)
 
 
 class FiniteCheck(LogitsProcessor):
