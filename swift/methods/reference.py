@@ -187,8 +187,9 @@ def _asking(
 ) -> Iterator[tuple[Strategy, Layout]]:
     """The reference, spread as the run is, while it is asked."""
     changed = replace(config, model=replace(config.model, model=named or config.model.model, adapters=adapters))
-    if not adapters:
-        changed = replace(changed, tuner=TunerConfig(tuner_type="full"))
+    if not adapters:  # a new adapter adds nothing, and makes the weights be held as they are beside the trained one
+        full = config.tuner.tuner_type == "full"
+        changed = replace(changed, tuner=TunerConfig(tuner_type="full" if full else "lora"))
     where = (
         data
         if named is None
@@ -214,6 +215,8 @@ def _measuring(model: Model, session: Session) -> Strategy:
     if model.spread is not None and model.making is not None:
         return make_strategy(model.spread, model.making)
     objective = CausalLM()
+    if session.precision.managed:  # the engine would hold it so
+        model.whole.to(session.precision.compute)
     module = TrainModule(
         model.whole, decoder=model.decoder, head=model.head, objectives=Objectives(objective, objective)
     )
