@@ -8,6 +8,7 @@ from typing import Any
 
 from swift.config.resolve import Problem
 from swift.config.task import AnsweredTaskConfig, TaskConfig
+from swift.core.errors import nearest
 
 Fault = Callable[..., Problem]  # (names, message, fix) -> the problem with its place
 
@@ -36,6 +37,18 @@ _LOSSES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_RERANKERS, ("pointwise", "listwise")),
 }
 
+_OF_CLASSES = ("f1_macro", "f1_micro", "f1_weighted", "precision_macro", "recall_macro", "f1/<class>")
+_RANKS = ("mrr", "ndcg", *(f"{name}@{cut}" for name in ("ndcg", "recall") for cut in (1, 5, 10)))
+# task -> what its evaluations measure
+METRICS: dict[str, tuple[str, ...]] = {
+    "seq_cls": (
+        *("loss", "accuracy", *_OF_CLASSES, "auc"),
+        *("absolute_error", "mse", "mae", "r2", "pearson", "spearman"),
+    ),
+    "token_cls": ("loss", "token_loss", "token_accuracy", "accuracy", *_OF_CLASSES),
+    "embedding": ("loss", "accuracy", *_RANKS, "cosine_pearson", "cosine_spearman"),
+    **dict.fromkeys(_RERANKERS, ("loss", "accuracy", *_RANKS, "auc")),
+}
 # setting -> (lowest, highest, whether the lowest itself is allowed, whether the highest is)
 TASK_RANGES: dict[str, tuple[float, float | None, bool, bool]] = {
     "num_labels": (1, None, True, True),
@@ -71,6 +84,7 @@ def task_faults(values: Mapping[str, Any], fault: Fault, *, plain_text: bool = F
     yield from _losses(values, fault)
     yield from _classes(values, fault)
     yield from _vectors(values, fault)
+    yield from _metrics(values, fault)
     task = values["task_type"]
     if task == "generative_reranker" and values["positive_word"] == values["negative_word"]:
         yield fault("positive_word negative_word", "positive_word and negative_word are the same")
@@ -135,6 +149,20 @@ def _classes(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
         for name in ("label_names", "class_weights"):
             if values[name]:
                 yield fault(f"{name} problem_type", f"{name} is for classes, and problem_type is regression")
+
+
+def _metrics(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
+    task, metric = values["task_type"], values.get("metric_for_best_model", "loss").removeprefix("eval_")
+    if task not in METRICS:
+        return
+    plain = metric.split("/")[0] if task == "embedding" else metric  # of vectors cut to a size
+    if plain not in METRICS[task] and not (metric.startswith("f1/") and task in _CLASSES):
+        close = nearest(metric, METRICS[task])
+        yield fault(
+            "metric_for_best_model task_type",
+            f"metric_for_best_model {metric!r} is not measured with task_type {task}",
+            (f"did you mean {close[0]}? " if close else "") + f"there are: {', '.join(METRICS[task])}",
+        )
 
 
 def _vectors(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ from swift.objectives.preference_options import PreferenceOptions
 from swift.training.method import Method
 from swift.training.module import Objectives
 
-REWARD = Task("seq_cls", num_labels=1, problem_type="regression", pooling="last")
+REWARD = Task("seq_cls", num_labels=1, problem_type="regression", pooling="last", extra={"task_type": "reward"})
 
 
 def reward_method(config: RlhfConfig, command: str) -> Method:

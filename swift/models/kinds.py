@@ -288,7 +288,7 @@ def make_empty(
 
 def mark(model: PreTrainedModel, task: Task) -> PreTrainedModel:
     """Let a model know its settled task. Of an embedding model, a pooler that no vector goes through is left out."""
-    if task.kind != "causal_lm":
+    if task != CAUSAL_LM:
         setattr(model, _ATTRIBUTE, task)
     if task.kind == "embedding" and getattr(model, "pooler", None) is not None:
         model.pooler = None  # type: ignore[assignment]

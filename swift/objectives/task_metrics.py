@@ -169,10 +169,10 @@ def is_bio(names: Sequence[str]) -> bool:
 
 
 def class_numbers(found: ClassReport) -> dict[str, float]:
-    """`accuracy`; `f1_macro`, `precision_macro`, `recall_macro`, likewise micro and weighted; `f1/<class>`."""
+    """`accuracy`; `f1_macro`, `f1_micro`, `f1_weighted`; `precision_macro`, `recall_macro`; `f1/<class>`."""
     numbers = {} if found.accuracy is None else {"accuracy": found.accuracy}
     for kind, means in found.averages.items():
-        numbers |= {f"{measure}_{kind}": value for measure, value in means.items()}
+        numbers |= {f"{measure}_{kind}": means[measure] for measure in (means if kind == "macro" else ("f1",))}
     return numbers | {f"f1/{score.name}": score.f1 for score in found.classes if score.f1 is not None}
 
 

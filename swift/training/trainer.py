@@ -39,6 +39,8 @@ from swift.training.trainer_parts import TrainerParts
 # Steps that may be left out one after another (not finite, or overflowing float16) before the run is called broken.
 MOST_SKIPS_IN_A_ROW = 20
 
+_SMALLER_IS_BETTER = ("loss", "perplexity", "mse", "mae", "absolute_error")  # endings of metrics' names
+
 PHASES = ("forward", "backward", "clip", "step", "rescale", "record")
 
 
@@ -330,7 +332,7 @@ class Trainer:
         name = parts.evaluation.metric_for_best_model
         value = _ranking(values, name)
         greater = parts.evaluation.greater_is_better
-        greater = not name.endswith(("loss", "perplexity")) if greater is None else greater
+        greater = not name.endswith(_SMALLER_IS_BETTER) if greater is None else greater
         best = state.best_metric
         if not math.isfinite(value):
             parts.monitor.event("warning", f"step {state.step}: {name} is {value}, which never counts as better")

@@ -59,7 +59,7 @@ def test_refused(words, flag, message):
         "--task_type embedding --loss_type infonce --mrl_dims 8 16 --infonce_mask_fake_negative true",
         "--task_type reranker --loss_type listwise_reranker --num_labels 1",
         "--task_type generative_reranker --positive_word ja --negative_word nein",
-        "--task_type token_cls --packing true --metric_for_best_model eval_macro_f1",
+        "--task_type token_cls --packing true --metric_for_best_model eval_f1_macro",
     ],
 )
 def test_allowed(words):
