@@ -10,7 +10,8 @@ the facts, so no result depends on how the step was cut into micro-batches or sp
     batch.facts["ref_logps"] [targets]      log-probabilities under the reference
     batch.facts["place"] [targets]          place of a target in its sequence (`sequences.places`), for ld_alpha where
                                             ranks share sequences
-    batch.facts["in_prefix"] [targets]      whether a target belongs to the prompt, where prompts are trained on
+
+An answer's tokens are those with a weight, wherever they stand: `loss_scale` decides.
 """
 
 from __future__ import annotations
@@ -147,18 +148,12 @@ def batch_pairs(logprobs: torch.Tensor, batch: Batch, options: PreferenceOptions
     sequences = _sequences(batch)
     weights = batch.target_weights.to(logprobs.dtype)
     chosen, rejected = pair_indices(sequences)
-    likelihood_weights = weights
-    prompt = batch.facts.get("in_prefix")
-    if options.kind == "orpo" and prompt is not None:
-        # others count the prompt's tokens in the likelihood; the odds are the answers' in any case
-        likelihood_weights = weights if options.compat != "ours" else weights * ~prompt
-        weights = weights * ~prompt
     policy_weights = reference_weights = weights
     if options.ld_alpha is not None and options.kind == "dpo":
         beyond = _beyond_shorter(batch, axis)
         policy_weights = torch.where(beyond, options.ld_alpha * weights, weights)
         reference_weights = weights if options.compat == "ms-swift" else policy_weights
-    columns = [logprobs * policy_weights, weights, logprobs * likelihood_weights]
+    columns = [logprobs * policy_weights, weights, logprobs * weights]
     if options.needs_reference:
         columns.append(batch.facts["ref_logps"].to(logprobs.dtype) * reference_weights)
     logps, lengths, likelihood, *rest = sequence_sums(torch.stack(columns, 1), sequences, axis).unbind(1)

@@ -1,4 +1,4 @@
-"""Rows and settings of preference runs for tests: pairs, labelled answers, every loss with flags that make it matter."""
+"""Rows and settings of preference runs for tests: pairs, labelled answers, every loss with flags that matter."""
 
 from __future__ import annotations
 
@@ -68,6 +68,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "reference_free": _dpo("sigmoid", reference_free=True),
     "tr_dpo": _dpo("sigmoid", reference="copy", sync_ref_model=True, ref_model_sync_steps=1),
     "orpo": {"rlhf_type": "orpo"},
+    "orpo_turns": {"rlhf_type": "orpo", "loss_scale": "default"},
     "cpo": {"rlhf_type": "cpo"},
     "cpo_hinge": {"rlhf_type": "cpo", "loss_type": ["hinge"]},
     "cpo_ipo": {"rlhf_type": "cpo", "loss_type": ["ipo"], "cpo_alpha": 0.5},
