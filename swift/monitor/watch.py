@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 LINES = 5  # logged lines that are averaged where the start is known, as it is with a reference
 LINES_TWICE = 10  # where the start has to be measured too
-FULL_STEPS = 100  # at the full learning rate, before "always" and "never" say anything
+FULL_STEPS = 200  # at the full learning rate, before "always" and "never" say anything
 SIDES = ("chosen", "rejected")
 
 
@@ -67,19 +67,28 @@ class Course:
         self.start = Average(mean=start or 0.0)
         self._last: deque[float] = deque(maxlen=lines)
         self._lines = lines
+        self._jumps = Average()  # squared, from each line to the next: scatter without the trend
+        self._before: float | None = None
 
     def add(self, value: float) -> None:
+        if self._before is not None:
+            self._jumps.add((value - self._before) ** 2 / 2)
+        self._before = value
         if self.start_known or self.start.count == self._lines:
             self._last.append(value)
         else:
             self.start.add(value)
 
     def change(self) -> tuple[float, float] | None:
-        """How far it has moved from its start, and the standard error of that; None while there is too little."""
+        """How far it has moved from its start, and the standard error of that; None while there is too little.
+
+        Few lines may agree by accident, so they are taken to scatter as much as lines of the whole run do.
+        """
         if len(self._last) < self._lines:
             return None
         now = average(self._last)
-        return now.mean - self.start.mean, math.hypot(now.error, self.start.error)
+        usual = math.sqrt(self._jumps.mean * (1 / self._lines + (0 if self.start_known else 1 / self._lines)))
+        return now.mean - self.start.mean, max(usual, math.hypot(now.error, self.start.error))
 
 
 class FullRate:
@@ -196,7 +205,7 @@ class Displacement:
         if not self._sides["chosen"].with_reference:
             more = "a larger" if "nll" in metrics else "some"
             return f"Give the chosen answers {more} --cpo_alpha (orpo: lower --beta), {calmer}"
-        if "rewards/margins" not in metrics:
+        if _number(metrics, "rewards/margins") is None:
             return f"Raise --desirable_weight or --beta, {calmer}"
         if "nll" in metrics:
             return f"Raise --rpo_alpha or --beta, {calmer}"
@@ -206,12 +215,12 @@ class Displacement:
 class PairAccuracy:
     """Pairs that can't be told apart, or that could be from the beginning.
 
-    At chance is an accuracy that is known to be within 0.07 of one half, in lines of the full learning rate, while the
-    margin hasn't grown. It isn't looked for where log-probabilities are compared without a reference, or with another
-    model's: these say at first which answer is shorter, or which model wrote it.
+    At chance is an accuracy that is known to be within 0.05 of one half, in lines of the full learning rate, while the
+    margin doesn't even seem to have grown. It isn't looked for where log-probabilities are compared without a
+    reference, or with another model's: these say at first which answer is shorter, or which model wrote it.
     """
 
-    near, errors, easy_step = 0.07, 2.0, 20
+    near, errors, easy_step = 0.05, 2.0, 20
 
     def __init__(self) -> None:
         self._lines = 0
@@ -261,7 +270,7 @@ class PairAccuracy:
             return None
         grown = self._margin.mean - self._start.mean
         at_chance = abs(self._accuracy.mean - 0.5) + self.errors * self._accuracy.error <= self.near
-        if not at_chance or grown > self.errors * math.hypot(self._margin.error, self._start.error):
+        if not at_chance or grown > math.hypot(self._margin.error, self._start.error):
             return None
         return (
             f"step {step}: rewards/accuracies stays at chance ({self._accuracy.mean:.2f} so far), and the margin has "
