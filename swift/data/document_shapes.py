@@ -30,11 +30,12 @@ _DOCUMENTS = ("documents", "document", "passages", "passage")
 _LABELS = ("label", "labels", "score", "similarity")
 
 
-def read_documents(row: Row, columns: Columns, *, answers: bool) -> None:
+def read_documents(row: Row, columns: Columns, *, answers: bool, need_positive: bool = True) -> None:
     """Fill in the text, its positives and negatives, and the similarity of a pair that has one.
 
     Args:
         answers: the documents answer the text, so their messages are the assistant's (reranking); else the user's.
+        need_positive: whether a row without a positive is refused; else documents without labels are negatives.
 
     Raises:
         RowProblem: `no_positives`, `empty`, `label_type`, `label_count`, or as for conversations.
@@ -47,7 +48,11 @@ def read_documents(row: Row, columns: Columns, *, answers: bool) -> None:
     documents_name, documents = columns.first(_DOCUMENTS)
     label_name, label = columns.first(_LABELS)
     if documents_name is not None and documents is not None:
-        _sort_by_label(row, _texts(documents_name, documents, role, columns), label)
+        texts = _texts(documents_name, documents, role, columns)
+        if label is None and not need_positive:
+            row.negatives = texts
+        else:
+            _sort_by_label(row, texts, label)
     else:
         row.positives = _column(POSITIVES, role, columns)
         row.negatives = _column(NEGATIVES, role, columns)
@@ -60,7 +65,7 @@ def read_documents(row: Row, columns: Columns, *, answers: bool) -> None:
                 row.negatives += _texts(name, columns.take(name), role, columns)
         if label is not None:
             row.label = number_in(label_name or "label", label, "label_type")
-    if not row.positives:
+    if not row.positives and need_positive:
         raise RowProblem(
             "no_positives",
             "the row has no positive text" if not row.negatives else "the row has negative texts only",

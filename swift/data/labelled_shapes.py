@@ -21,8 +21,11 @@ SPANS = ("spans", "entities", "label", "labels")
 _SENTENCES = (*TEXT_COLUMNS, "sentence")
 
 
-def read_labelled(row: Row, columns: Columns) -> None:
+def read_labelled(row: Row, columns: Columns, *, need_label: bool = True) -> None:
     """Fill in a text and its label: a name, a number, or a list of either where a text can have several.
+
+    Args:
+        need_label: whether a text without one is refused; else it has None.
 
     Raises:
         RowProblem: `label_missing`, `label_type`, `label_nan`, or as for conversations.
@@ -30,12 +33,16 @@ def read_labelled(row: Row, columns: Columns) -> None:
     name, label = columns.first(LABELS)
     if isinstance(label, str) and label.lstrip().startswith("["):
         label = decode_nested(label, name or "label")
-    row.label = checked_label(name or "label", label)
+    if need_label or not (label is None or label == ""):
+        row.label = checked_label(name or "label", label)
     row.messages = _text_of(columns)
 
 
-def read_token_labels(row: Row, columns: Columns) -> None:
+def read_token_labels(row: Row, columns: Columns, *, need_labels: bool = True) -> None:
     """Fill in words and their labels, or a text and the spans of characters that have one.
+
+    Args:
+        need_labels: whether words without labels, or a text without spans, are refused; else they have None.
 
     Raises:
         RowProblem: `label_missing`, `label_type`, `label_count`, `bad_span`, `empty`, or as for conversations.
@@ -43,7 +50,8 @@ def read_token_labels(row: Row, columns: Columns) -> None:
     name, words = columns.first(WORDS)
     if name is None or words is None:
         row.messages = _text_of(columns)
-        row.spans = _spans(columns, row.messages[-1]["content"])
+        if need_labels or any(columns.peek(each) is not None for each in SPANS):
+            row.spans = _spans(columns, row.messages[-1]["content"])
         return
     words = decode_nested(words, name)
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
@@ -51,6 +59,9 @@ def read_token_labels(row: Row, columns: Columns) -> None:
     if not words:
         raise RowProblem("empty", f"{name!r} is an empty list", "remove the row")
     label_name, labels = columns.first(WORD_LABELS)
+    if labels is None and not need_labels:
+        row.words = words
+        return
     if labels is None:
         raise RowProblem("label_missing", "the words have no labels", f"give one for each word in {WORD_LABELS[0]!r}")
     labels = decode_nested(labels, label_name or "labels")

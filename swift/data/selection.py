@@ -184,13 +184,19 @@ def data_rng(data: RowsConfig, seed: int, *path: int) -> np.random.Generator:
 
 
 def iter_rows(
-    datasets: list[str], data: RowsConfig, *, need_answer: bool = False, seed: int = 42, split: str = TRAIN
+    datasets: list[str],
+    data: RowsConfig,
+    *,
+    need_answer: bool = False,
+    seed: int = 42,
+    split: str = TRAIN,
+    layout: Layout = "chat",
 ) -> Iterator[tuple[RowRef, Row | RowProblem]]:
     """Each row of these dataset arguments in order, or what is wrong with it.
 
     `#n` takes the rows that a training run with this seed takes for `split`, train or validation.
     """
-    options = row_options(data, need_answer=need_answer)
+    options = row_options(data, need_answer=need_answer, layout=layout)
     for number, text in enumerate(datasets):
         rng = data_rng(data, seed, int(split == VALIDATION), number)
         reading = open_source(parse_source(text), data, rng)

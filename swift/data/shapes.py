@@ -11,7 +11,7 @@ from swift.data.chat_shapes import begin_row, read_chat
 from swift.data.columns import Columns, RowOptions, rename
 from swift.data.document_shapes import read_documents
 from swift.data.labelled_shapes import read_labelled, read_token_labels
-from swift.data.preference_shapes import read_binary, read_pairs, read_prompts
+from swift.data.preference_shapes import REJECTED_COLUMNS, read_binary, read_pairs, read_prompts
 from swift.data.rows import Row, RowProblem, RowRef
 
 __all__ = ["RowOptions", "normalise_row"]
@@ -31,17 +31,20 @@ def normalise_row(record: dict[str, Any], ref: RowRef, options: RowOptions) -> t
         case "chat":
             read_chat(row, columns, need_answer=options.need_answer)
         case "pairs":
-            read_pairs(row, columns)
+            if options.need_answer or any(columns.peek(name) is not None for name in REJECTED_COLUMNS):
+                read_pairs(row, columns)
+            else:  # an answer that is judged alone
+                read_chat(row, columns, need_answer=True)
         case "binary":
             read_binary(row, columns)
         case "prompts":
             read_prompts(row, columns)
         case "labelled":
-            read_labelled(row, columns)
+            read_labelled(row, columns, need_label=options.need_answer)
         case "tokens":
-            read_token_labels(row, columns)
+            read_token_labels(row, columns, need_labels=options.need_answer)
         case "embedding" | "rerank":
-            read_documents(row, columns, answers=options.layout == "rerank")
+            read_documents(row, columns, answers=options.layout == "rerank", need_positive=options.need_answer)
     _refuse_nul(row)
     row.extra = columns.rest()
     return row, set(row.extra) | columns.unused
