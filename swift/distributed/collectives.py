@@ -34,7 +34,7 @@ def all_gather(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     tensor = tensor.contiguous()
     TRAFFIC.count(axis.name, "all_gather", (axis.size - 1) * tensor.numel() * tensor.element_size())
     parts = tensor.new_empty(axis.size, *tensor.shape)
-    dist.all_gather_into_tensor(parts.view(-1, *tensor.shape[1:]) if tensor.ndim else parts, tensor, group=axis.group)
+    dist.all_gather_into_tensor(parts.flatten(0, 1) if tensor.ndim else parts, tensor, group=axis.group)
     return parts[:].movedim(0, dim).flatten(dim, dim + 1) if dim else parts.flatten(0, 1)
 
 
