@@ -26,7 +26,7 @@ from swift.data.rows import Row, RowProblem, RowRef
 from swift.data.token_files.identity import combined
 from swift.data.units import Kind, Unit
 
-UNIT_VERSION = 1  # part of the fingerprint: raise it when the same row would come out as another unit
+UNIT_VERSION = 2  # part of the fingerprint: raise it when the same row would come out as another unit
 _NO_LIMIT = 1 << 30
 _NOWHERE = RowRef("", 0)
 _READ = {"last": slice(-1, None), "cls": slice(0, 1), "mean": slice(None)}
@@ -458,7 +458,10 @@ def _drawn(row: Row, most: tuple[int, int], seed: int) -> Row:
 
 
 def _part(encoded: Encoded, kind: Kind) -> _Part:
-    return _Part(encoded.input_ids, encoded.loss_weights, kind)
+    """A conversation up to its last trained token: what a template puts behind the answer's end is never asked for, and
+    a reward model has to read the end itself, which is what it reads when it is used (`ClosedTexts`)."""
+    end = len(encoded.input_ids) - int(np.argmax(encoded.loss_weights[::-1] > 0))
+    return _Part(encoded.input_ids[:end], encoded.loss_weights[:end], kind)
 
 
 def _shared(parts: list[_Part]) -> int:

@@ -11,6 +11,7 @@ from fixtures import make_tokenizer
 
 from swift.config.data import TemplateConfig
 from swift.core.errors import DataError, UsageError
+from swift.data.encoding.closed_texts import ClosedTexts
 from swift.data.encoding.encode import ChatEncoder, Encoded
 from swift.data.encoding.units import Judging, UnitEncoder
 from swift.data.labels import LabelSpace
@@ -65,6 +66,22 @@ def text(rng: random.Random, most: int = 8) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, most))) + rng.choice(["!", "?", " x"])
 
 
+def upto_the_end(example: Encoded) -> tuple[list[int], list[float]]:
+    """Without what the template puts behind the end of the answer."""
+    weights = example.loss_weights.tolist()
+    while not weights[-1]:
+        weights.pop()
+    return example.input_ids[: len(weights)].tolist(), weights
+
+
+def test_a_reward_is_read_where_texts_end() -> None:
+    """The last token of an answer in a pair is the one that a finished reward model reads of the same conversation."""
+    (example,) = encode({"query": "U", "response": "A", "rejected_response": "B"}, "pairs")
+    talk = [{"role": "user", "content": "U"}, answer("A")]
+    (closed,) = ClosedTexts(chat()).encode_batch([Row(RowRef("f", 1), talk)])
+    assert sequences(example)[0][0] == closed.input_ids.tolist()
+
+
 @pytest.mark.parametrize("settings", [{}, {"loss_scale": "default"}, {"use_chat_template": False}, {"system": "Be."}])
 def test_a_sequence_of_a_pair_is_what_supervised_tuning_trains(settings: dict) -> None:
     rng = random.Random(3)
@@ -84,8 +101,7 @@ def test_a_sequence_of_a_pair_is_what_supervised_tuning_trains(settings: dict) -
             found = sequences(example)
             for (ids, weights), answer in zip(found, (answers[0], answers[number]), strict=True):
                 (expected,) = reference.encode(Row(RowRef("f", 1), [*prompt, *answer]))
-                assert ids == expected.input_ids.tolist()
-                assert weights == expected.loss_weights.tolist()
+                assert (ids, weights) == upto_the_end(expected)
             assert not example.loss_weights[: unit.prefix].any()
             first = [int(np.argmax(np.array(weights) > 0)) for _, weights in found]
             assert unit.prefix <= min(first)
@@ -105,7 +121,7 @@ def test_a_binary_row_is_one_part_behind_its_prompt(label: bool) -> None:
     (example,) = encode({"prompt": "one?", "completion": "First.", "label": label}, "binary")
     (expected,) = chat().encode(Row(RowRef("f", 1), [{"role": "user", "content": "one?"}, answer("First.")]))
     ((ids, weights),) = sequences(example)
-    assert ids == expected.input_ids.tolist() and weights == expected.loss_weights.tolist()
+    assert (ids, weights) == upto_the_end(expected)
     unit = unit_of(example)
     assert unit.kinds == (Kind.CHOSEN if label else Kind.REJECTED,)
     assert unit.prefix == int(np.argmax(expected.loss_weights > 0))
