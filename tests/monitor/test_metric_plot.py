@@ -116,7 +116,7 @@ def test_more_curves_than_can_be_told_apart_are_counted(tmp_path: Path):
 
 
 def test_classes_may_have_any_name(tmp_path: Path):
-    names = ["$x_{", "条款", "_hidden", "a%b\\c", "<b>"]
+    names = ["$x_{$", "条款", "_hidden", "a%b\\c", "<b>"]
     history = a_history(tmp_path, (1, {f"eval_f1/{name}": 0.5 for name in names}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -136,12 +136,12 @@ def run(folder: Path, lines: dict[int, dict[str, float]]) -> str:
 
 
 def test_the_report_holds_the_plots_and_asks_for_nothing_else(tmp_path: Path, capsys):
-    page = run(tmp_path, {step: preference_line(step) | {"eval_f1/<i>": 0.5} for step in range(1, 8)})
+    page = run(tmp_path, {step: preference_line(step) | {"eval_f1/<i>": 0.5, '">/a': 1.0} for step in range(1, 8)})
     image = (tmp_path / "metrics.png").read_bytes()
     assert image.startswith(b"\x89PNG")
     found = dict(re.findall(r'<img alt="([^"]*)" src="data:image/png;base64,([^"]*)">', page))
     titles = "rewards of chosen and rejected, reward margin, reward accuracy, log-probability of answers, "
-    assert base64.b64decode(found[f"over steps: {titles}KL to the reference, f1"]) == image
+    assert base64.b64decode(found[f"over steps: {titles}KL to the reference, f1, &quot;&gt;"]) == image
     assert base64.b64decode(found["loss over steps"]) == (tmp_path / "loss.png").read_bytes()
     assert page.index("<h2>Loss</h2>") < page.index("<h2>Metrics</h2>") < page.index("<h2>Plan</h2>")
     assert html.escape("eval_f1/<i>") in page and "<i>" not in page

@@ -188,6 +188,8 @@ def test_slow_learning_and_a_warm_up_are_not_at_chance():
         # at a learning rate that still rises nothing can be seen, however long it takes
         lines = accuracy_lines(noise.binomial(40, 0.5, 100) / 40, [0, *noise.normal(0, 0.01, 99)])
         assert told((step, line | {"learning_rate": 1e-8 * step}) for step, line in lines) == []
+        for warning in told((step, line | {"learning_rate": 1e-8 * min(step, 250)}) for step, line in lines):
+            assert int(re.findall(r"step (\d+)", warning)[0]) >= 450
 
 
 def test_pairs_that_can_be_told_apart_at_once():
