@@ -10,9 +10,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from swift.config.deepspeed import read_deepspeed, zero_stage
 from swift.config.preference import WITH_REFERENCE, DistillConfig, PreferenceConfig, reference_way, why_not_adapter_off
 from swift.config.resolve import Problem
 from swift.config.tuner import TunerConfig
+from swift.core.errors import UsageError
 
 Fault = Callable[..., Problem]  # (names, message, fix) -> the problem with its place
 
@@ -234,7 +236,21 @@ def _reference(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
             "the reference's log-probabilities can't be worked out before rows are read",
             "--reference copy holds a second model; or leave streaming out",
         )
+    if way == "copy" and values["deepspeed"] and _puts_weights_away(values["deepspeed"]):
+        yield fault(
+            "reference deepspeed",
+            "a copy is exchanged with the model's weights, and ZeRO stage 3 has put those away",
+            "--deepspeed zero2; or --reference precompute",
+        )
     yield from _sync(values, fault, way)
+
+
+def _puts_weights_away(deepspeed: str) -> bool:
+    """Whether the configuration's ZeRO stage shards weights; one that can't be read is told by its own check."""
+    try:
+        return zero_stage(read_deepspeed(deepspeed)) == 3
+    except UsageError:
+        return False
 
 
 def _sync(values: Mapping[str, Any], fault: Fault, way: str) -> Iterator[Problem]:

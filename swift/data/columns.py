@@ -12,6 +12,8 @@ from typing import Any, Literal
 from swift.data.rows import RowProblem, excerpt
 
 Layout = Literal["chat", "pairs", "binary", "prompts", "labelled", "tokens", "embedding", "rerank"]
+# sequences that an example can have at most, each as long as max_length allows; of the other layouts nobody knows
+MOST_SEQUENCES: dict[Layout, int] = {"chat": 1, "pairs": 2, "binary": 1, "prompts": 2, "labelled": 1, "tokens": 1}
 
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
 PROMPT_COLUMNS = ("query", "prompt", "input", "instruction", "question", "problem")

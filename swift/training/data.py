@@ -46,10 +46,11 @@ class Data:
     annotate_eval: Annotate | None = None
 
     def longest_unit(self, *, written_out: bool) -> int:
-        """Tokens of the longest unit to train on, as sequences with a prompt in common or each with its own."""
+        """Tokens of the longest unit to train on, as sequences with a prompt in common or each with its own; 0 if
+        nobody knows."""
         examples = self.prepared.train
-        if not len(examples):  # streamed: nobody knows
-            return 0
+        if isinstance(self.train, StreamSet):
+            return self.train.longest_example
         return int((WrittenOut(examples) if written_out else examples).lengths.max())
 
 

@@ -47,7 +47,8 @@ def build_layout(
     """How examples share micro-batches, from the settings and what the model allows.
 
     Args:
-        longest: tokens of the longest unit of several sequences, which may have more than max_length; 0 for others.
+        longest: tokens of the longest unit of several sequences, which may have more than max_length; 0 for others, and
+            where nobody knows it.
     """
     batching = config.batching
     packing_length = 0

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from swift.core.errors import DataError
 from swift.data.loading.batch import Annotate, Batch, Layout, collate, make_batch, mismatch, with_previous
 from swift.data.loading.loader import Outlook, deal
 from swift.data.loading.packing import OPEN_ROWS, OpenRows
@@ -110,6 +111,16 @@ class StreamLoader:
         written_out = self.layout.units and not self.layout.share_prefix
         return Unit.read(item.tokens().notes).written_out if written_out else item.length
 
+    def _fitting_length(self, item: Item) -> int:
+        length, room = self._length(item), self.layout.packing_length
+        if length > room:
+            raise DataError(
+                f"an example has {length} tokens in all, and packed rows have {room}",
+                where=str(item.ref),
+                fix=f"--packing_length {length} or more, or shorten the row",
+            )
+        return length
+
     def set_shares(self, shares: Sequence[int]) -> None:
         """Deal so many micro-batches of a step to each rank from the next step on."""
         self._shares = tuple(shares)
@@ -134,7 +145,7 @@ class StreamLoader:
             self._ending = True
         elif self.layout.packing_length:
             for item in items:
-                self._ready.extend(self._open.add(self._length(item), item))
+                self._ready.extend(self._open.add(self._fitting_length(item), item))
         else:
             self._ready.extend([item] for item in items)
 

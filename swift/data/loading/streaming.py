@@ -21,6 +21,7 @@ import numpy as np
 
 from swift.config.data import DataConfig, TemplateConfig
 from swift.core.errors import DataError, UsageError
+from swift.data.columns import MOST_SEQUENCES
 from swift.data.columns import Layout as RowLayout
 from swift.data.dataset import no_rows_left
 from swift.data.files import DataFile, is_url, size_of, stamp_of
@@ -88,8 +89,13 @@ class StreamSet:
 
     @property
     def longest(self) -> int:
-        """No example has more tokens."""
+        """No sequence has more tokens."""
         return self.template.max_length
+
+    @property
+    def longest_example(self) -> int:
+        """No example has more tokens, with all of its sequences; 0 where nobody knows how many it may have."""
+        return self.longest * MOST_SEQUENCES.get(self.task.options.layout, 0)
 
     @property
     def encoding(self) -> Counter[str]:
@@ -148,7 +154,7 @@ class StreamSet:
             intake,
             layout,
             identity=(ORDER_VERSION, self.seed, mixture.identity(), self.data.shuffle_buffer_size),
-            longest=self.longest,
+            longest=self.longest_example or self.longest,
             outlook=self._outlook(layout, known, mixture.documents([one.rows or 0.0 for one in known])),
             rank=place.rank,
             world_size=place.world_size,

@@ -123,7 +123,7 @@ def packing_share(layout: Layout, lengths: np.ndarray) -> float:
         return 1.0
     rows: OpenRows[int] = OpenRows(layout.packing_length)
     tokens = closed = 0
-    sample = np.resize(lengths, max(len(lengths), 4096))[:20_000].tolist()
+    sample = np.resize(lengths, max(len(lengths), 4096))[:20_000].clip(max=layout.packing_length).tolist()
     for length in sample:
         for row in rows.add(length, length):
             closed += 1
