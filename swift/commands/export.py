@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from swift.commands.precheck import precheck
 from swift.config.commands import ExportConfig
 from swift.config.data import DataConfig
+from swift.config.export import CACHED_LAYOUTS
 from swift.config.files import to_flat
 from swift.core.addresses import without_secrets
 from swift.core.errors import DataError, UsageError
@@ -28,7 +29,7 @@ from swift.core.network import follow_flags
 from swift.models.hub import check_model_source
 
 if TYPE_CHECKING:
-    from swift.data.encoding.encode import ChatEncoder
+    from swift.data.pipeline import TemplateEncoder
     from swift.data.selection import Progress
     from swift.data.token_files.store import TokenDataset
 
@@ -98,14 +99,11 @@ def export_dataset(config: ExportConfig) -> Path:
     """
     from swift.checkpoint.lock import RunLock
     from swift.data.dataset import data_fingerprint
-    from swift.data.encoding.encode import ChatEncoder
     from swift.data.token_files.cached import read_export
-    from swift.models.hub import resolve_model
-    from swift.models.loading import load_tokenizer
 
     output = Path(config.export.output_dir or "").expanduser()
     template = config.template.of(config.export.cached_for)
-    encoder = ChatEncoder(load_tokenizer(resolve_model(config.model), config.model), template)
+    encoder = _encoder(config)
     for notice in encoder.notices:
         log.info("note: %s", notice)
     data = DataConfig(**vars(config.data))
@@ -122,6 +120,20 @@ def export_dataset(config: ExportConfig) -> Path:
         lock.close()
     log.info("next: %s", _next_command(config, output))
     return output
+
+
+def _encoder(config: ExportConfig) -> TemplateEncoder:
+    """The one that the command of `cached_for` trains with."""
+    from swift.data.encoding.encode import ChatEncoder
+    from swift.data.encoding.units import UnitEncoder
+    from swift.models.hub import resolve_model
+    from swift.models.loading import load_tokenizer
+
+    command = config.export.cached_for
+    tokenizer = load_tokenizer(resolve_model(config.model), config.model)
+    chat = ChatEncoder(tokenizer, config.template.of(command))
+    layout = CACHED_LAYOUTS.get(command)
+    return chat if layout is None else UnitEncoder(chat, layout)
 
 
 def _reuse(output: Path, found: dict[str, Any]) -> None:
@@ -162,7 +174,7 @@ def _left_by_export(folder: Path, split: str) -> bool:
         return False
 
 
-def _build(config: ExportConfig, encoder: ChatEncoder, output: Path, fingerprint: str) -> None:
+def _build(config: ExportConfig, encoder: TemplateEncoder, output: Path, fingerprint: str) -> None:
     """Encode into a folder aside and put its parts into their places."""
     from swift.data.dataset import prepare_datasets
     from swift.data.files import stamp_of
@@ -186,6 +198,7 @@ def _build(config: ExportConfig, encoder: ChatEncoder, output: Path, fingerprint
             run_dir=work,
             store=work,
             progress=_show_progress(),
+            row_layout=CACHED_LAYOUTS.get(config.export.cached_for, "chat"),
         )
         log.info("%s", prepared.ledger.render())
         changed = [place for place, stamp in stamps.items() if stamp_of(place) != stamp]
@@ -268,11 +281,14 @@ def _words(value: Any) -> list[str]:
 
 def _next_command(config: ExportConfig, output: Path) -> str:
     """What trains on the shards: the settings that they were made with, as far as they aren't the defaults there."""
-    from swift.config.commands import PtConfig, SftConfig
+    from swift.config.commands import PtConfig, RlhfConfig, SftConfig
 
-    command = config.export.cached_for
-    flat, template = to_flat(SftConfig() if command == "sft" else PtConfig()), config.template.of(command)
-    words = ["swift", command, *(["--model", config.model.model] if config.model.model else [])]
+    kind = config.export.cached_for
+    template = config.template.of(kind)
+    command, like = {"sft": ("sft", SftConfig()), "pt": ("pt", PtConfig())}.get(kind, ("rlhf", RlhfConfig()))
+    flat = to_flat(like)
+    words = ["swift", command, *(["--rlhf_type", "kto"] if kind == "kto" else [])]
+    words += ["--model", config.model.model] if config.model.model else []
     words += ["--cached_dataset", str(output)]
     for name, value in vars(template).items():
         if value != flat[name]:

@@ -9,23 +9,27 @@ from swift.config.data import EncodedRowsConfig, TemplateConfig
 from swift.config.fields import setting
 from swift.config.model import ModelConfig
 
+# cached_for -> how rows are read; those of the others are conversations or texts
+CACHED_LAYOUTS: dict[str, Literal["pairs", "binary"]] = {"rlhf": "pairs", "kto": "binary"}
+
 
 @dataclass
 class ExportTemplateConfig(TemplateConfig):
     """Chat encoding"""
 
     truncation_strategy: Literal["delete", "right", "left", "split", "raise"] | None = setting(  # type: ignore[assignment]
-        None, help="examples over max_length; default: that of the command of cached_for (sft: delete, pt: split)"
+        None, help="examples over max_length; default: split for pt, else delete"
     )
     loss_scale: Literal["default", "last_round", "all"] | None = setting(  # type: ignore[assignment]
-        None, help="train on; default: that of the command of cached_for (sft: default, pt: all)"
+        None, help="train on; default: all for pt, last_round for rlhf and kto, else default (every assistant turn)"
     )
 
     def of(self, command: str) -> TemplateConfig:
-        """The settings with the defaults of `sft` or `pt` filled in."""
+        """The settings with the defaults of `sft`, `pt`, or `swift rlhf` (`rlhf`, `kto`) filled in."""
         text = command == "pt"
         values = {name: value for name, value in vars(self).items() if value is not None}
-        defaults = {"loss_scale": "all" if text else "default", "truncation_strategy": "split" if text else "delete"}
+        scale = "all" if text else "last_round" if command in CACHED_LAYOUTS else "default"
+        defaults = {"loss_scale": scale, "truncation_strategy": "split" if text else "delete"}
         if text:
             defaults["use_chat_template"] = False  # type: ignore[assignment]
         return TemplateConfig(**{**defaults, **values})
@@ -36,8 +40,10 @@ class ExportRunConfig:
     """Export"""
 
     to_cached_dataset: bool = setting(False, help="write the rows as token shards, for --cached_dataset")
-    cached_for: Literal["sft", "pt"] = setting(
-        "sft", help="the command that trains on them: pt = plain text, every token trained, long texts split"
+    cached_for: Literal["sft", "pt", "rlhf", "kto"] = setting(
+        "sft",
+        help="what trains on them: pt = plain text, every token trained, long texts split; rlhf = pairs of answers "
+        "(dpo, orpo, simpo, cpo, rm); kto = answers with a label",
     )
     deepspeed_checkpoint: str | None = setting(
         None, help="folder of a checkpoint that DeepSpeed wrote, of --model: write it as a model folder"

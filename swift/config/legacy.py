@@ -221,7 +221,7 @@ RULES: dict[str, Rule] = {
         "benchmarks are being built; evaluation reports the loss of --val_dataset",
     ),
     **_later(
-        "quant_batch_size commit_message mcore_adapter mcore_model template_mode test_convert_dtype "
+        "quant_batch_size commit_message mcore_adapter mcore_model test_convert_dtype "
         "test_convert_precision thread_count save_missing_weights",
         "exporting is being built",
     ),
@@ -391,6 +391,11 @@ def judge(name: str, words: Words, config: str = "") -> Verdict | None:
         return Verdict((("torch_dtype", Words((VALUE_NAMES["torch_dtype"][name],))),))
     if name in ("use_flash_attn", "use_flash_attention", "flash_attention"):
         return Verdict((("attn_impl", Words(("flash_attention_2",))),)) if on else Verdict(note=f"--{name}: off")
+    if name == "template_mode" and config == "ExportConfig":
+        kinds = {"train": "sft", "rlhf": "rlhf", "kto": "kto"}
+        if value in kinds:
+            return Verdict((("cached_for", Words((kinds[value],))),))
+        return Verdict(instead="--cached_for says what trains on the rows: sft, pt, rlhf or kto")
     if name in ("do_sample",):
         return (
             Verdict(note="--do_sample true: sampling follows --temperature")

@@ -33,7 +33,20 @@ _HASHED = {
     "special_tokens": "the special tokens",
     "eos_token": "the eos token",
     "version": "the version of the encoding",
+    "unit": "labels, or what else decides how a row becomes several sequences",
 }
+# layout of rows -> what they are, in words; no layout: conversations
+_KINDS = {
+    "pairs": "pairs of answers",
+    "binary": "answers with a label",
+    "prompts": "prompts to distil on",
+    "labelled": "labelled texts",
+    "tokens": "texts with labelled words",
+    "embedding": "texts with ones that are like them",
+    "rerank": "queries with documents",
+}
+_CONVERSATIONS = "conversations or texts"
+_MADE_FOR = {"sft": _CONVERSATIONS, "rlhf": _KINDS["pairs"], "kto": _KINDS["binary"]}  # `swift export --cached_for`
 
 
 class Encoding(Protocol):
@@ -202,6 +215,15 @@ def _check_settings(folder: Path, manifest: Mapping[str, Any], made: Mapping[str
     differ = differing(mine, asked)
     if not differ:
         return
+    kinds = [_kind_of_rows(each) for each in (mine, asked)]
+    if kinds[0] != kinds[1]:  # the other differences follow from it
+        command = next((f"--cached_for {name}" for name, kind in _MADE_FOR.items() if kind == kinds[1]), "")
+        again = f"`swift export --to_cached_dataset true {command}`" if command else "the rows themselves: --dataset"
+        raise DataError(
+            f"the token shards were made of {kinds[0]}, and {kinds[1]} are trained on here",
+            where=str(folder),
+            fix=f"make shards for it: {again}" if command else f"there are no shards for it; give {again}",
+        )
     if "use_chat_template" in differ:  # what matters follows from it, so the rest would only confuse
         differ = [name for name in differ if name in ("use_chat_template", "max_length", "truncation_strategy")]
     words = []
@@ -224,6 +246,11 @@ def _check_settings(folder: Path, manifest: Mapping[str, Any], made: Mapping[str
         where=str(folder),
         fix=f"{' '.join(flags)}, or {again}" if flags else again,
     )
+
+
+def _kind_of_rows(settings: Mapping[str, Any]) -> str:
+    unit = settings.get("unit")
+    return _KINDS.get(unit["layout"], unit["layout"]) if unit else _CONVERSATIONS
 
 
 def _check_sources(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
