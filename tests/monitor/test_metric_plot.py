@@ -81,7 +81,8 @@ def test_an_evaluation_is_drawn_where_training_is(tmp_path: Path):
 def test_metrics_of_tasks_and_teachers(tmp_path: Path):
     train = {"divergence": 0.5, "nll": 2.0, "teacher_nll": 1.0, "student_entropy": 3.0, "agreement": 0.5,
              "teacher_topk_mass": 0.9, "token_accuracy": 0.4}  # fmt: skip
-    tested = {"eval_macro_f1": 0.7, "eval_micro_f1": 0.8, "eval_auc": 0.9, "eval_mrr": 0.5, "eval_ndcg": 0.6,
+    tested = {"eval_f1_macro": 0.7, "eval_f1_micro": 0.8, "eval_recall_macro": 0.4, "eval_auc": 0.9,
+              "eval_mrr": 0.5, "eval_ndcg": 0.6,
               "eval_ndcg@5": 0.55, "eval_recall@1": 0.1, "eval_recall@5": 0.3, "eval_perplexity": 7.0}  # fmt: skip
     history = a_history(tmp_path, (1, {**RUN, **train}), (1, tested))
     assert {title: set(curves) for title, curves in drawn(history).items()} == {
@@ -90,7 +91,8 @@ def test_metrics_of_tasks_and_teachers(tmp_path: Path):
         "entropy": {"student_entropy"},
         "agreement with the teacher": {"agreement", "teacher_topk_mass"},
         "accuracy": {"token_accuracy"},
-        "F1": {"eval_macro_f1", "eval_micro_f1"},
+        "F1": {"eval_f1_macro", "eval_f1_micro"},
+        "precision and recall": {"eval_recall_macro"},
         "area under the ROC curve": {"eval_auc"},
         "ranking": {"eval_mrr", "eval_ndcg", "eval_ndcg@5"},
         "recall": {"eval_recall@1", "eval_recall@5"},
@@ -173,8 +175,8 @@ def test_warnings_stand_on_top_of_the_report(tmp_path: Path, capsys):
 def test_lines_of_the_console_tell_margin_and_accuracy():
     words = metric_words({"loss": 0.5, "rewards/margins": 1.23456, "rewards/accuracies": 0.875, "kl": 1.0})
     assert words == ["loss 0.5000", "margin 1.23", "accuracy 0.88"]
-    tested = {"eval_loss": 0.5, "eval_rewards/margins": 2.0, "eval_f1/a": 0.1, "eval_macro_f1": 0.25}
-    assert metric_words(tested) == ["eval_loss 0.5", "eval_rewards/margins 2", "eval_macro_f1 0.25"]
+    tested = {"eval_loss": 0.5, "eval_rewards/margins": 2.0, "eval_f1/a": 0.1, "eval_f1_macro": 0.25}
+    assert metric_words(tested) == ["eval_loss 0.5", "eval_rewards/margins 2", "eval_f1_macro 0.25"]
 
 
 def test_the_live_line_tells_them_too(tmp_path: Path):
