@@ -71,6 +71,11 @@ class Unit:
         """Tokens of all sequences, the prefix counted with each."""
         return sum(self.lengths) + self.prefix * len(self.lengths)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.prefix + max(self.lengths)
+
 
 def written_out_lengths(lengths: np.ndarray, notes: list[np.ndarray]) -> np.ndarray:
     """int32 [examples]: their tokens when every sequence has the prefix to itself."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -128,8 +129,15 @@ class Pipeline:
         """All micro-batches of a step, as rows of one length; empty ones make up the number that the schedule needs."""
         self.local.drop_gradients()  # of a step that was left out
         needed = micro_batches_needed(self._schedule, len(batches), self.mesh["pp"].size)
-        batches = [*batches, *[self._empty] * (needed - len(batches))]
+        if needed > len(batches):
+            batches = [*batches, *[self._nothing(batches[0])] * (needed - len(batches))]
         return [[self._cut(batch, length=self._common_length(batches)) for batch in batches]]
+
+    def _nothing(self, batch: Batch) -> Batch:
+        """A micro-batch without targets, in which all is known of the step that is known in `batch`."""
+        facts = {name: fact[:0] for name, fact in batch.facts.items()}
+        sequences = None if batch.sequences is None else batch.sequences.emptied()
+        return replace(self._empty, sequences=sequences, facts=facts)
 
     def _common_length(self, batches: list[Batch]) -> int:
         unit = self._rows_length(self._empty, multiple=self._multiple)

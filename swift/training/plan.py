@@ -70,6 +70,7 @@ def build_layout(
         group_by_length=(not padding_free if group is None else group) and not packing_length,
         shuffle=batching.train_dataloader_shuffle,
         pad_token_id=pad_token_id,
+        max_length=config.template.max_length,
     )
 
 

@@ -68,6 +68,13 @@ class WrittenOut:
         return self._examples.ref(index)
 
 
+def longest_sequence(examples: Examples) -> int:
+    """Tokens of the longest sequence: of the longest example, but where examples are units of several."""
+    if not len(examples.notes(0)):
+        return int(examples.lengths.max())
+    return max(Unit.read(examples.notes(number)).longest for number in range(len(examples)))
+
+
 @dataclass(frozen=True)
 class Layout:
     """How examples share a micro-batch.
@@ -85,6 +92,7 @@ class Layout:
             last token, one target each; `each`, every token that weighs something.
         share_prefix: lay the prompt of a unit down once. Padding-free rows only.
         companions: give each batch the same prompts with the completions of other units.
+        max_length: tokens of a sequence at most, which companions are cut to; 0: no limit.
     """
 
     units_per_micro_batch: int = 1
@@ -98,6 +106,7 @@ class Layout:
     targets: Literal["next", "last", "each"] = "next"
     share_prefix: bool = False
     companions: bool = False
+    max_length: int = 0
 
 
 @dataclass
@@ -127,6 +136,11 @@ class Sequences:
 
     def __len__(self) -> int:
         return len(self.unit)
+
+    def emptied(self) -> Sequences:
+        """No sequences, with all that is known of the step."""
+        facts = {name: fact[:0] for name, fact in self.facts.items()}
+        return replace(self, target=self.target[:0], unit=self.unit[:0], kind=self.kind[:0], values=[], facts=facts)
 
     def to(self, device: torch.device) -> Sequences:
         """The sequences with their tensors on `device`."""
@@ -198,7 +212,8 @@ def collate(examples: Examples, indices: Sequence[int], layout: Layout, annotate
     batch = make_batch([tokens_of(examples, i) for i in indices], [examples.ref(i) for i in indices], layout)
     if layout.companions:
         others = [stranger(index, len(examples)) for index in indices]
-        mixed = [mismatch(tokens_of(examples, i), tokens_of(examples, j)) for i, j in zip(indices, others, strict=True)]
+        pairs = [(tokens_of(examples, i), tokens_of(examples, j)) for i, j in zip(indices, others, strict=True)]
+        mixed = [mismatch(example, other, layout.max_length) for example, other in pairs]
         batch.companion = make_batch(mixed, batch.refs, layout)
     if annotate is not None:
         annotate(batch, indices)
@@ -214,12 +229,19 @@ def stranger(index: int, count: int) -> int:
     return (index + count // 2) % count
 
 
-def mismatch(example: Tokens, other: Tokens) -> Tokens:
-    """The prompt of one unit with the completion of another; both have one part."""
+def mismatch(example: Tokens, other: Tokens, limit: int = 0) -> Tokens:
+    """The prompt of one unit with the completion of another; both have one part.
+
+    Args:
+        limit: tokens of the whole at most, at the cost of the completion; 0: as many as there are. Both units keep to
+            it, so there is room for one token of a completion at least.
+    """
     unit, stranger = Unit.read(example.notes), Unit.read(other.notes)
-    ids = np.concatenate([example.ids[: unit.prefix], other.ids[stranger.prefix :]])
-    weights = np.concatenate([example.weights[: unit.prefix], other.weights[stranger.prefix :]])
-    return Tokens(ids, weights, Unit(unit.prefix, stranger.lengths, unit.kinds, unit.values).notes())
+    size = min(stranger.lengths[0], limit - unit.prefix) if limit else stranger.lengths[0]
+    taken = slice(stranger.prefix, stranger.prefix + size)
+    ids = np.concatenate([example.ids[: unit.prefix], other.ids[taken]])
+    weights = np.concatenate([example.weights[: unit.prefix], other.weights[taken]])
+    return Tokens(ids, weights, Unit(unit.prefix, (size,), unit.kinds, unit.values).notes())
 
 
 def with_previous(units: Sequence[Sequence[T]]) -> list[list[tuple[T, T]]]:
@@ -263,7 +285,7 @@ def make_batch(examples: Sequence[tuple[np.ndarray, ...]], refs: list[RowRef], l
     segments: list[_Segment] = []
     sequences: list[_Sequence] = []
     for example in (Tokens(*parts) for parts in examples or [nothing]):
-        if not layout.units or example is nothing or not examples:
+        if not (layout.units and examples):
             sequences.append(_Sequence(example.ids, example.weights, (len(segments),)))
             segments.append(_Segment(example.ids))
             continue

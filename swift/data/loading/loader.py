@@ -162,9 +162,12 @@ class TrainLoader:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """Only grouping by length makes the order depend on how many examples a step takes."""
-        grouped = self.layout.group_by_length and self.global_units
-        return (ORDER_VERSION, self.seed, self.layout.packing_length, self.layout.shuffle, grouped)
+        """Only grouping by length makes the order depend on how many examples a step takes; and only it and packing
+        make it depend on how long units are, which is less where their sequences share the prompt."""
+        layout = self.layout
+        grouped = layout.group_by_length and self.global_units
+        order = (ORDER_VERSION, self.seed, layout.packing_length, layout.shuffle, grouped)
+        return (*order, "shared") if layout.share_prefix and (layout.packing_length or grouped) else order
 
     # --- the position ---
 

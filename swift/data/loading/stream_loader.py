@@ -96,7 +96,7 @@ class StreamLoader:
         mine = deal(with_previous(units), *place)
         batches = [self._batch([item for item, _ in chunk]) for chunk in mine]
         for batch, chunk in zip(batches, mine, strict=True):
-            mixed = [mismatch(item.tokens(), other.tokens()) for item, other in chunk]
+            mixed = [mismatch(item.tokens(), other.tokens(), self.layout.max_length) for item, other in chunk]
             batch.companion = make_batch(mixed, batch.refs, self.layout)
         return batches
 

@@ -18,7 +18,7 @@ import numpy as np
 from swift.config.curriculum import LENGTH, Curriculum, read_curriculum
 from swift.config.data import DataConfig
 from swift.core.errors import DataError, UsageError
-from swift.data.loading.batch import Annotate, Examples, Layout, WrittenOut
+from swift.data.loading.batch import Annotate, Examples, Layout, WrittenOut, longest_sequence
 from swift.data.loading.flow import StoredFlow
 from swift.data.loading.loader import Loader, Outlook, TrainLoader
 from swift.data.loading.mixer import ShareSchedule, shares_by_size
@@ -54,7 +54,10 @@ class TrainSet(Protocol):
     """
 
     @property
-    def longest(self) -> int: ...
+    def longest(self) -> int:
+        """No sequence has more tokens."""
+        ...
+
     @property
     def encoding(self) -> Mapping[str, int]: ...
     def digest(self) -> str: ...
@@ -155,8 +158,8 @@ class PreparedSet:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest example."""
-        return int(self.examples.lengths.max())
+        """Tokens of the longest sequence."""
+        return longest_sequence(self.examples)
 
     def digest(self) -> str:
         """Identifies the examples."""
