@@ -7,6 +7,7 @@ step was cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -118,7 +119,8 @@ class PreferenceLookAhead:
             total += float(((logps - reference) * companion.target_weights.to(logps)).sum())
             count += _sequences(companion).num_units
         total, count = self.data_ranks.sum([total, count])
-        return max(0.0, total / count) if count else 0.0
+        z0 = total / count if count else 0.0
+        return 0.0 if z0 < 0 else z0  # what isn't finite stays so, and is found in the loss
 
     def _whole_step(self, strategy: Strategy, batches: list[Batch], training: bool) -> None:
         """What needs the model's own log-probabilities of all pairs: one more forward pass."""
@@ -131,7 +133,7 @@ class PreferenceLookAhead:
         if self._centres:
             ratios = torch.cat([mine.chosen.ratio, mine.rejected.ratio]) * self.options.beta
             total, count = self.data_ranks.sum([float(ratios.sum()), float(len(ratios))])
-            if training and count:
+            if training and count and math.isfinite(total):  # a mean with such a step in it would never recover
                 self.rewards.add(total, count)
             for batch in batches:
                 _sequences(batch).step["bco_delta"] = self.rewards.mean

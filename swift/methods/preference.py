@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from swift.config.commands import RlhfConfig, TrainConfig
 from swift.config.preference import reference_way, settle
-from swift.core.errors import UsageError
+from swift.core.errors import DataError, UsageError
 from swift.data.columns import Layout as RowLayout
 from swift.data.encoding.encode import ChatEncoder
 from swift.data.encoding.units import UnitEncoder
@@ -50,7 +50,7 @@ def preference_method(config: RlhfConfig, command: str) -> Method:
         wants_dropout=not settings.disable_dropout,
         share_prompts=settings.share_prompts,
         make_look_ahead=partial(_look_ahead, options, way),
-        before_model=_precompute if way == "precompute" else None,
+        before_model=partial(_before_model, options, way),
         notes=tuple(notes),
     )
 
@@ -103,7 +103,15 @@ def _objectives(options: PreferenceOptions, binary: bool, config: TrainConfig, m
     return Objectives(objective, objective)
 
 
-def _precompute(config: TrainConfig, session: Session, data: Data) -> None:
+def _before_model(options: PreferenceOptions, way: str, config: TrainConfig, session: Session, data: Data) -> None:
+    if "kto" in options.loss_types and len(data.prepared.train) == 1:
+        raise DataError(
+            "kto compares each row with the answer of another, and there is only one row",
+            where="--dataset",
+            fix="give more rows; or --loss_type apo_zero_unpaired, which needs no other rows",
+        )
+    if way != "precompute":
+        return
     settings = cast(RlhfConfig, config).preference
     adapters = settings.ref_adapters or ([] if settings.ref_model else config.model.adapters)
     precompute(config, session, data, settings.ref_model, adapters)

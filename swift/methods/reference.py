@@ -25,16 +25,18 @@ from peft import PeftModel
 from torch import nn
 
 from swift.config.commands import TrainConfig
+from swift.config.model import ModelConfig
 from swift.config.tuner import TunerConfig
-from swift.core.errors import UsageError
+from swift.core.errors import ModelError, UsageError
 from swift.core.files import disk_errors, write_atomic
 from swift.core.memory import return_free_memory
 from swift.data.loading.batch import Annotate, Batch, Examples, Layout, collate
 from swift.data.loading.train_set import PreparedSet
 from swift.distributed.spread import local_tensor
+from swift.methods.vocabulary import check_same_vocabulary
 from swift.models.head import OutputHead
 from swift.models.kinds import CAUSAL_LM
-from swift.models.loading import resolve_model
+from swift.models.loading import load_configuration, load_tokenizer, resolve_model
 from swift.objectives.causal_lm import CausalLM
 from swift.objectives.logprobs import token_logprobs
 from swift.training.data import Data
@@ -160,7 +162,7 @@ def precompute(config: TrainConfig, session: Session, data: Data, named: str | N
         "rows": {name: examples.digest() for name, examples in sets.items()},
         "companions": session.method.batches.get("companions", False),
     }
-    asked = session.group.from_main(lambda: _identity(folder) == identity)
+    asked = session.group.from_main(lambda: _asked(folder, identity))
     if not asked:
         session.monitor.event("progress", "asking the reference model about every row, before the run's own is loaded")
         with _asking(config, session, data, named, adapters) as (strategy, layout):
@@ -173,12 +175,37 @@ def precompute(config: TrainConfig, session: Session, data: Data, named: str | N
     data.annotate_eval = known.get("validation")
 
 
-def _identity(folder: Path) -> Any:
+def _asked(folder: Path, identity: dict[str, Any]) -> bool:
+    """Whether what lies in the folder is what is wanted, and whole; what isn't goes away."""
     try:
-        return json.loads((folder / "identity.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        shutil.rmtree(folder, ignore_errors=True)
-        return None
+        if json.loads((folder / "identity.json").read_text(encoding="utf-8")) == identity:
+            return True
+    except (OSError, ValueError):  # not there, or not finished
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    return False
+
+
+def _folder_of(named: ModelConfig, data: Data) -> Path:
+    """The folder of a reference that the user named.
+
+    Raises:
+        ModelError: it isn't there, or it would read other tokens than the rows have.
+    """
+    flag = f"--ref_model {named.model}"
+    try:
+        folder = resolve_model(named)
+    except ModelError as error:
+        raise ModelError(error.message, where=flag, fix=error.fix) from error
+    fix = "name a reference of the model's own family"
+    theirs = load_tokenizer(folder, named)
+    tokens = check_same_vocabulary(data.tokenizer, theirs, names=("model", "reference"), where=flag, fix=fix)
+    rows = load_configuration(folder, named).get_text_config().vocab_size
+    if rows < tokens and not named.new_special_tokens:
+        raise ModelError(
+            f"the reference has numbers for {rows:,} tokens, and the tokenizer has {tokens:,}", where=flag, fix=fix
+        )
+    return folder
 
 
 @contextmanager
@@ -193,7 +220,7 @@ def _asking(
     where = (
         data
         if named is None
-        else replace(data, model_path=session.group.from_main(lambda: resolve_model(changed.model)))
+        else replace(data, model_path=session.group.from_main(lambda: _folder_of(changed.model, data)))
     )
     notes = list(session.notes)
     model = build_model(changed, session, where, CAUSAL_LM)
