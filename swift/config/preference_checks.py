@@ -226,7 +226,13 @@ def _reference(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
         yield fault(
             f"{named[0]} reference",
             f"reference adapter_off is the model itself, and {named[0]} names another one",
-            "--reference precompute, or copy",
+            "--reference precompute",
+        )
+    elif way == "copy" and named:
+        yield fault(
+            f"{named[0]} reference",
+            f"reference copy is a copy of the model that is trained, and {named[0]} names another one",
+            "--reference precompute",
         )
     elif way == "adapter_off" and (reason := why_not_adapter_off(tuner, values["adapters"])):
         yield fault("reference", f"reference adapter_off isn't the model before training: {reason}", "leave it out")

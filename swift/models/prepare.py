@@ -146,6 +146,6 @@ def without_dropout(module: torch.nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0
-        for name in ("attention_dropout", "dropout", "hidden_dropout"):
-            if isinstance(getattr(part, name, None), float):
+        for name, value in list(vars(part).items()):
+            if "dropout" in name and isinstance(value, float):  # attention_dropout, residual_dropout, attn_dropout_p
                 setattr(part, name, 0.0)
