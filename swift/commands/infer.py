@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 from swift.commands.precheck import precheck
 from swift.config import InferConfig, SftConfig, build_config, load_config, to_flat
 from swift.core.errors import UsageError
-from swift.core.files import require_writable
+from swift.core.files import require_writable, write_atomic
 from swift.core.logging import get_logger, rank, world_size
 
 if TYPE_CHECKING:
-    from swift.inference.batch import BatchReport
+    from swift.inference.batch import BatchReport, Work
     from swift.inference.inputs import Inputs
     from swift.inference.loading import Prepared
+    from swift.inference.scoring import Scorer
 
 log = get_logger("infer")
 
@@ -85,13 +86,18 @@ def _talk(config: InferConfig) -> int:
             where="NPROC_PER_NODE",
             fix="unset NPROC_PER_NODE, or answer a file with --val_dataset",
         )
+    from swift.data.encoding.encode import ChatEncoder
     from swift.inference.chat import Chat
     from swift.inference.loading import prepare
+    from swift.inference.score_talk import ScoreTalk
     from swift.inference.terminal import Terminal
 
     terminal = Terminal()
     prepared = prepare(config)
     _notices(prepared)
+    if prepared.judge is not None:
+        return ScoreTalk(prepared.judge.name, prepared.load_scorer, terminal).run()
+    assert isinstance(prepared.encoder, ChatEncoder)
     system = prepared.encoder.system
     if system:  # the conversation holds it, so that /system can change it
         prepared.encoder.system = None
@@ -111,23 +117,51 @@ def _answer(config: InferConfig) -> BatchReport:
     prepared = prepare(config)
     _notices(prepared)
     inputs = _inputs(prepared)
-    settings = {**inputs.fingerprint, **prepared.identity(), **asdict(config.generation)}
-    settings.pop("stream")
+    settings = {**inputs.fingerprint, **prepared.identity()}
+    if prepared.judge is None:
+        settings |= asdict(config.generation)
+        settings.pop("stream")
     share = Share(rank(), world_size())
     path = _result_path(prepared, settings, share.size)
     if rank() == 0:
         log.info("%d rows -> %s", inputs.num_rows, path)
-    job = BatchJob(
-        encoder=prepared.encoder,
-        load_engine=prepared.load,
-        generation=config.generation,
-        inputs=inputs,
-        settings=settings,
-        path=path,
-        resume=config.infer.resume,
-        share=share,
-    )
-    return job.run()
+    scorers: list[Scorer] = []
+
+    def start() -> Work:
+        if prepared.judge is None:
+            return _generating(prepared)
+        scorers.append(prepared.load_scorer())
+        return scorers[0]
+
+    job = BatchJob(start=start, inputs=inputs, settings=settings, path=path, resume=config.infer.resume, share=share)
+    report = job.run()
+    if prepared.judge is not None and not report.interrupted and rank() == 0:
+        _metrics(scorers, report)
+    return report
+
+
+def _generating(prepared: Prepared) -> Work:
+    from swift.data.encoding.encode import ChatEncoder
+    from swift.inference.batch import Answering
+
+    assert isinstance(prepared.encoder, ChatEncoder)
+    return Answering(prepared.load(), prepared.encoder, prepared.config.generation)
+
+
+def _metrics(scorers: list[Scorer], report: BatchReport) -> None:
+    """Say how right the answers are, and keep it beside them."""
+    path = report.path.with_name(report.path.name + ".metrics.json")
+    if not scorers or scorers[0].num_rows != report.num_rows:
+        log.info("no metrics: this start didn't judge all rows by itself (--resume false judges them anew)")
+        return
+    found = scorers[0].report()
+    if found is None:
+        return
+    write_atomic(path, json.dumps(found.numbers, indent=1, ensure_ascii=False) + "\n")
+    for line in found.words.splitlines():
+        log.info(line)
+    log.info(", ".join(f"{name} {value:.4g}" for name, value in found.numbers.items() if not name.startswith("f1/")))
+    log.info("metrics -> %s", path)
 
 
 def _inputs(prepared: Prepared) -> Inputs:
@@ -138,21 +172,22 @@ def _inputs(prepared: Prepared) -> Inputs:
 
     config = prepared.config
     data, seed, checkpoint = config.data, config.generation.seed, prepared.adapter or prepared.base
+    more: dict[str, Any] = {} if prepared.judge is None else {"layout": prepared.judge.row_layout}
     if not config.infer.load_data_args or (data.val_dataset and not find_saved(checkpoint)):
-        return Inputs(data.val_dataset or data.dataset, data, seed)
+        return Inputs(data.val_dataset or data.dataset, data, seed, **more)
     trained = load_config(SftConfig, checkpoint)
     if data.val_dataset and data.val_dataset == trained.data.val_dataset:  # the very rows that training evaluated on
-        return Inputs(data.val_dataset, data, trained.training.seed, split=VALIDATION)
+        return Inputs(data.val_dataset, data, trained.training.seed, split=VALIDATION, **more)
     if data.val_dataset:
-        return Inputs(data.val_dataset, data, seed)
-    held = evaluation_split(trained, prepared.tokenizer)
+        return Inputs(data.val_dataset, data, seed, **more)
+    held = evaluation_split(trained, prepared.tokenizer, encoder=prepared.encoder if prepared.judge else None, **more)
     if not held:
         raise UsageError(
             "the checkpoint's run had no evaluation rows",
             where="--load_data_args",
             fix="name the rows with --val_dataset FILE",
         )
-    return Inputs(trained.data.dataset, trained.data, trained.training.seed, only=held)
+    return Inputs(trained.data.dataset, trained.data, trained.training.seed, only=held, **more)
 
 
 def _result_path(prepared: Prepared, settings: dict[str, Any], num_processes: int) -> Path:

@@ -29,8 +29,10 @@ class ServedTaskConfig:
         help="conversation and text, classes of texts (seq_cls) or tokens (token_cls), vectors, or scores of documents "
         "for a query from a head of its own (reranker) or from two words (generative_reranker)",
     )
-    pooling: Literal["last", "mean", "cls"] = setting(
-        "last", help="state that stands for a text: of its last token, the mean of all, or of its first token"
+    pooling: Literal["last", "mean", "cls"] | None = setting(
+        None,
+        help="state that stands for a text: of its last token, the mean of all, or of its first token; default: the "
+        "model's own way, which is last for decoders",
     )
     positive_word: str = setting("yes", help="generative_reranker: word for a document that fits")
     negative_word: str = setting("no", help="generative_reranker: word for one that doesn't")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from swift.config.inference import GenerationConfig
 from swift.core.errors import SwiftError, UsageError
@@ -46,14 +46,68 @@ class BatchReport:
     resumed: int = 0
 
 
+class Work(Protocol):
+    """What answers rows.
+
+    Attributes:
+        window: rows taken at a time.
+    """
+
+    @property
+    def window(self) -> int: ...
+
+    def read(self, inputs: Inputs, indices: range) -> Iterator[Any]:
+        """The rows at `indices`, ready to be answered, or with what is wrong with them."""
+        ...
+
+    def answer(self, window: list[Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(place in the window, result) of every row, as they come."""
+        ...
+
+
+@dataclass(frozen=True)
+class Answering:
+    """Generates the answers.
+
+    Args:
+        encoder: makes the prompts.
+        generation: how to answer.
+    """
+
+    engine: Engine
+    encoder: ChatEncoder
+    generation: GenerationConfig
+
+    @property
+    def window(self) -> int:
+        return WINDOW_BATCHES * self.engine.max_batch_size
+
+    def read(self, inputs: Inputs, indices: range) -> Iterator[InputRow]:
+        return inputs.read(self.encoder, indices)
+
+    def answer(self, window: list[InputRow]) -> Iterator[tuple[int, dict[str, Any]]]:
+        numbers = []
+        for number, row in enumerate(window):
+            if row.problem is not None:
+                yield number, error_result(row, *row.problem)
+            else:
+                numbers.append(number)
+        prompts = [window[number].prompt or [] for number in numbers]
+        seeds = [window[number].index for number in numbers]
+        for k, answer in self.engine.generate_each(prompts, self.generation, seeds=seeds):
+            row = window[numbers[k]]
+            if isinstance(answer, SwiftError):
+                yield numbers[k], error_result(row, "not_answerable", answer.message)
+            else:
+                yield numbers[k], ok_result(row, answer)
+
+
 @dataclass(frozen=True)
 class BatchJob:
     """A batch job, ready to run.
 
     Args:
-        encoder: makes the prompts.
-        load_engine: gives the engine that answers; called only if there is a row to answer.
-        generation: how to answer.
+        start: gives what answers, the model in memory; called only if there is a row to answer.
         inputs: the rows.
         settings: what the answers depend on besides; plain JSON values. See `ResultFile`.
         path: the result file.
@@ -61,9 +115,7 @@ class BatchJob:
         share: which of the processes this is.
     """
 
-    encoder: ChatEncoder
-    load_engine: Callable[[], Engine]
-    generation: GenerationConfig
+    start: Callable[[], Work]
     inputs: Inputs
     settings: dict[str, Any]
     path: Path
@@ -107,42 +159,24 @@ class BatchJob:
             return BatchReport(path, self.inputs.num_rows, results.statuses, interrupted, first)
 
     def _answer_rows(self, indices: range, results: ResultFile) -> None:
-        engine = self.load_engine()
+        work = self.start()
         with Progress(results.num_lines + len(indices), results.num_lines) as progress:
-            self._answer_windows(engine, indices, results, progress)
+            self._answer_windows(work, indices, results, progress)
 
-    def _answer_windows(self, engine: Engine, indices: range, results: ResultFile, progress: Progress) -> None:
-        rows = self.inputs.read(self.encoder, indices)
-        size = WINDOW_BATCHES * engine.max_batch_size
+    def _answer_windows(self, work: Work, indices: range, results: ResultFile, progress: Progress) -> None:
+        rows, size = work.read(self.inputs, indices), work.window
         while window := list(islice(rows, size)):
             waiting: dict[int, dict[str, Any]] = {}
             place = 0  # the first row of the window that isn't written yet
-            for number, result in self._answer_window(engine, window):
+            for number, result in work.answer(window):
                 waiting[number] = result
                 ready = []
                 while place in waiting:
                     ready.append(waiting.pop(place))
                     place += 1
                 results.append(ready)
-                progress.advance(1, result["num_tokens"])
+                progress.advance(1, result.get("num_tokens", 0))
             results.sync()
-
-    def _answer_window(self, engine: Engine, window: list[InputRow]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(place in the window, result) of every row, as they come."""
-        numbers = []
-        for number, row in enumerate(window):
-            if row.problem is not None:
-                yield number, error_result(row, *row.problem)
-            else:
-                numbers.append(number)
-        prompts = [window[number].prompt or [] for number in numbers]
-        seeds = [window[number].index for number in numbers]
-        for k, answer in engine.generate_each(prompts, self.generation, seeds=seeds):
-            row = window[numbers[k]]
-            if isinstance(answer, SwiftError):
-                yield numbers[k], error_result(row, "not_answerable", answer.message)
-            else:
-                yield numbers[k], ok_result(row, answer)
 
     def _already_merged(self) -> BatchReport | None:
         meta = read_meta(self.path)

@@ -15,9 +15,11 @@ from swift.config import SftConfig
 from swift.config.data import RowsConfig
 from swift.core.errors import SwiftError, UsageError
 from swift.core.logging import get_logger
+from swift.data.columns import Layout as RowLayout
 from swift.data.dataset import prepare_datasets
 from swift.data.encoding.encode import ChatEncoder
 from swift.data.files import open_packed
+from swift.data.pipeline import Encoder
 from swift.data.rows import Row, RowProblem, RowRef
 from swift.data.selection import TRAIN, data_rng, iter_rows, open_source
 from swift.data.sources import parse_source
@@ -66,6 +68,7 @@ class Inputs:
         seed: of the sample that `#rows` draws.
         split: the sample is the one that training takes for this split, train or validation.
         only: take these rows alone, each once; None for all.
+        layout: what rows are read as (`RowOptions.layout`).
 
     Raises:
         UsageError, DataError: a file is missing, empty or unreadable as a whole.
@@ -83,6 +86,7 @@ class Inputs:
         *,
         split: str = TRAIN,
         only: frozenset[RowRef] | None = None,
+        layout: RowLayout = "chat",
     ) -> None:
         if not datasets:
             raise UsageError("there are no rows to answer", where="--val_dataset", fix="--val_dataset FILE")
@@ -91,6 +95,7 @@ class Inputs:
         self._seed = seed
         self._split = split
         self._only = only
+        self._layout: RowLayout = layout
         counts = [self._count(text) for text in datasets]
         self.num_rows = sum(counts) if only is None else len(only)
         self.fingerprint: dict[str, Any] = {
@@ -109,12 +114,15 @@ class Inputs:
 
     def read(self, encoder: ChatEncoder, indices: range) -> Iterator[InputRow]:
         """The rows at `indices`, encoded."""
-        for index, (ref, row) in enumerate(self._rows()):
+        for index, (ref, row) in enumerate(self.rows()):
             if index in indices:
                 yield _input_row(index, ref, row, encoder)
 
-    def _rows(self) -> Iterator[tuple[RowRef, Row | RowProblem]]:
-        rows = iter_rows(self._datasets, self._data, need_answer=False, seed=self._seed, split=self._split)
+    def rows(self) -> Iterator[tuple[RowRef, Row | RowProblem]]:
+        """All rows as they were read, with what is wrong with those that couldn't be."""
+        rows = iter_rows(
+            self._datasets, self._data, need_answer=False, seed=self._seed, split=self._split, layout=self._layout
+        )
         if self._only is None:
             yield from rows
             return
@@ -134,12 +142,18 @@ class Inputs:
         return max(count, reading.choice.count or 0)
 
 
-def evaluation_split(config: SftConfig, tokenizer: Any) -> frozenset[RowRef]:
-    """The rows that a training run set aside for evaluation (`split_dataset_ratio`), found as it found them."""
+def evaluation_split(
+    config: SftConfig, tokenizer: Any, *, encoder: Encoder | None = None, layout: RowLayout = "chat"
+) -> frozenset[RowRef]:
+    """The rows that a training run set aside for evaluation (`split_dataset_ratio`), found as it found them.
+
+    Args:
+        encoder: of the rows of a task.
+    """
     # the tokenizer of a checkpoint carries its template; the file it came from may be gone
     template = replace(config.template, template=None) if tokenizer.chat_template else config.template
-    encoder = ChatEncoder(tokenizer, template)
-    prepared = prepare_datasets(config.data, template, encoder, seed=config.training.seed)
+    encoder = encoder or ChatEncoder(tokenizer, template)
+    prepared = prepare_datasets(config.data, template, encoder, seed=config.training.seed, row_layout=layout)
     held = prepared.val
     return frozenset() if held is None else frozenset(held.ref(index) for index in range(len(held)))
 

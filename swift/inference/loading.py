@@ -17,9 +17,13 @@ from swift.core.devices import Device, detect_device
 from swift.core.errors import ModelError, UsageError
 from swift.core.logging import get_logger, local_rank
 from swift.data.encoding.encode import ChatEncoder
+from swift.data.encoding.units import UnitEncoder
 from swift.inference.engine import Engine
+from swift.inference.heads import Judge, make_judge, served_task
+from swift.inference.scoring import Scorer
 from swift.models.adapters import Swift, read_adapter_config
 from swift.models.hub import TOKENIZER_FILES, resolve_model
+from swift.models.kinds import CAUSAL_LM, Task, fresh_words
 from swift.models.loading import load_model, load_tokenizer
 from swift.models.merge import FP32_TOLERANCE, HALF_TOLERANCE, merge_checked, probe_tokens
 
@@ -41,15 +45,17 @@ class Prepared:
         adapter: folder of the adapter, if there is one.
         tokenizer, encoder: as trained, where a checkpoint says so.
         device, dtype: where the weights go, and as what.
+        judge: of a model with a head of its own (classes, vectors, scores); None where answers are generated.
     """
 
     config: InferConfig
     base: Path
     adapter: Path | None
     tokenizer: Any
-    encoder: ChatEncoder
+    encoder: ChatEncoder | UnitEncoder
     device: Device
     dtype: torch.dtype
+    judge: Judge | None = None
 
     def identity(self) -> dict[str, Any]:
         """What an answer depends on, as plain JSON values: model, adapter, encoding and precision."""
@@ -63,6 +69,7 @@ class Prepared:
             "dtype": str(self.dtype).removeprefix("torch."),
             "rope_scaling": self.config.model.rope_scaling,
             "max_model_len": self.config.model.max_model_len,
+            **({} if self.judge is None else {"task": self.judge.name, **vars(self.config.task)}),
         }
 
     def load(self) -> Engine:
@@ -71,6 +78,35 @@ class Prepared:
         Raises:
             ModelError: weights that don't fit, or a merge that changes the answers.
         """
+        assert isinstance(self.encoder, ChatEncoder)  # where there is no judge
+        size = self.config.infer.max_batch_size
+        return Engine(self._weights(CAUSAL_LM), self.tokenizer, self.encoder, max_batch_size=size)
+
+    def load_scorer(self) -> Scorer:
+        """The same of a model with a head of its own.
+
+        Raises:
+            ModelError: as `load`; or the head isn't there.
+            UsageError: vectors are shorter than `mrl_dim`.
+        """
+        assert self.judge is not None
+        model = self._weights(self.judge.task)
+        size, wanted = model.config.get_text_config().hidden_size, self.config.task.mrl_dim
+        if wanted is not None and wanted > size:
+            raise UsageError(
+                f"the vectors have {size} numbers", where=f"--mrl_dim {wanted}", fix=f"--mrl_dim {size} at most"
+            )
+        return Scorer(
+            model,
+            self.judge.answerer,
+            self.judge.probe,
+            self.judge.targets,
+            max_batch_size=self.config.infer.max_batch_size,
+            pad_token_id=int(self.tokenizer.pad_token_id or 0),
+        )
+
+    def _weights(self, task: Task) -> Any:
+        """The model with its adapter, merged if that was asked for."""
         model: Any = load_model(
             self.base,
             self.config.model,
@@ -78,12 +114,15 @@ class Prepared:
             attn_implementation=_attention(self.config.model.attn_impl),
             device=self.device.torch_device,
             tokenizer=self.tokenizer,
+            task=task,
         )
+        if self.adapter is None and (words := fresh_words(model)):
+            raise ModelError(f"the model has no head for this: {words}", where=str(self.base), fix="train it first")
         if self.adapter is not None:
             model = Swift.from_pretrained(model, self.adapter)
             if self.config.infer.merge_lora:
                 model = self._merged(model)
-        return Engine(model, self.tokenizer, self.encoder, max_batch_size=self.config.infer.max_batch_size)
+        return model
 
     def _merged(self, model: Any) -> Any:
         """The adapter folded into the weights, if that leaves the answers as they are."""
@@ -111,7 +150,14 @@ def load_engine(config: InferConfig) -> Engine:
         UsageError: no model, several adapters, or a device that isn't there.
         ModelError: folders or weights that can't be used, or an adapter of another base model.
     """
-    return prepare(config).load()
+    prepared = prepare(config)
+    if prepared.judge is not None:
+        raise UsageError(
+            f"the model is one for {prepared.judge.name}: it generates nothing",
+            where=str(prepared.adapter or prepared.base),
+            fix="swift infer --val_dataset FILE, or prepare(config).load_scorer()",
+        )
+    return prepared.load()
 
 
 def prepare(config: InferConfig) -> Prepared:
@@ -122,8 +168,13 @@ def prepare(config: InferConfig) -> Prepared:
     base = resolve_model(config.model)
     source = adapter if adapter is not None and _has_tokenizer(adapter) else base
     tokenizer = load_tokenizer(source, config.model)
-    encoder = ChatEncoder(tokenizer, config.template)
-    return Prepared(config, base, adapter, tokenizer, encoder, device, choose_dtype(config.model.torch_dtype, device))
+    dtype = choose_dtype(config.model.torch_dtype, device)
+    task = served_task(config, base, adapter)
+    if task is None:
+        encoder = ChatEncoder(tokenizer, config.template)
+        return Prepared(config, base, adapter, tokenizer, encoder, device, dtype)
+    judge = make_judge(config, *task, tokenizer, adapter or base)
+    return Prepared(config, base, adapter, tokenizer, judge.encoder, device, dtype, judge)
 
 
 def choose_device(wanted: str) -> Device:

@@ -20,7 +20,8 @@ from swift.distributed.mesh import Axis, Mesh
 from swift.methods.classes import label_notes, read_labels
 from swift.methods.task_look_ahead import TaskLookAhead
 from swift.models.head import OutputHead
-from swift.models.kinds import Task
+from swift.models.kinds import Task, is_encoder, settle_task
+from swift.models.loading import load_configuration, resolve_model
 from swift.objectives.classification import ClassificationObjective, ClassLoss, TokenClassificationObjective
 from swift.objectives.embedding import (
     Contrastive,
@@ -42,7 +43,6 @@ from swift.training.session import Session
 TaskObjective = (
     ClassificationObjective | TokenClassificationObjective | EmbeddingObjective | RerankerObjective | MeanPooled
 )
-_RERANKERS = ("reranker", "generative_reranker")
 
 
 def task_method(config: SftConfig, command: str) -> Method:
@@ -55,7 +55,7 @@ def task_method(config: SftConfig, command: str) -> Method:
         make_encoder=_unsettled,
         make_objectives=_unsettled,
         row_layout=ROW_LAYOUTS[task.task_type],
-        batches={"units": True, "targets": _targets(task)},
+        batches={"units": True},
         wants_dropout=not coupled,
         settle=_settle,
         notes=tuple(notes),
@@ -79,7 +79,6 @@ class _Pieces:
     task: Task
     encoder: Mapping[str, Any]
     metrics: TaskMetrics
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,18 +113,19 @@ def _settle(method: Method, config: TrainConfig, session: Session) -> Method:
         pieces = _vectors(settings)
     else:
         pieces = _documents(settings)
-    session.notes += pieces.notes
+    task, targets = session.group.from_main(partial(_complete, config, pieces.task))
+    pooled = {"pooling": task.pooling} if task.pooling is not None else {}
     words: list[tuple[int, int]] = []  # of a generative reranker: known once there is a tokenizer
 
     def make_encoder(tokenizer: Any, config: TrainConfig) -> UnitEncoder:
         drawn = {"seed": config.training.seed} if "most" in pieces.encoder else {}
-        encoder = task_encoder(tokenizer, config.template, method.row_layout, **pieces.encoder, **drawn)
+        encoder = task_encoder(tokenizer, config.template, method.row_layout, **pieces.encoder, **pooled, **drawn)
         if encoder.word_ids is not None:
             words[:] = [encoder.word_ids]
         return encoder
 
     def make_objective(axis: Axis | None) -> TaskObjective:
-        return task_objective(settings, pieces.task, axis, words[0] if words else None)
+        return task_objective(settings, task, axis, words[0] if words else None)
 
     def make_objectives(config: TrainConfig, mesh: Mesh) -> Objectives:
         objective = make_objective(mesh["cp"] or None)
@@ -140,7 +140,8 @@ def _settle(method: Method, config: TrainConfig, session: Session) -> Method:
 
     return replace(
         method,
-        task=pieces.task,
+        task=task,
+        batches={**method.batches, "targets": targets},
         make_encoder=make_encoder,
         make_objectives=make_objectives,
         make_look_ahead=make_look_ahead,
@@ -148,9 +149,25 @@ def _settle(method: Method, config: TrainConfig, session: Session) -> Method:
     )
 
 
+def _complete(config: TrainConfig, task: Task) -> tuple[Task, str]:
+    """The task with what the model says of it, and whose state each target is given (`Layout.targets`)."""
+    if task.kind == "causal_lm":
+        return task, "next"
+    folder = resolve_model(config.model)
+    described = load_configuration(folder, config.model)
+    task = settle_task(described, task, folder)
+    if task.pooling == "cls" and not is_encoder(described):
+        raise UsageError(
+            "the first token of a text sees none of the others in this model, so it can't stand for the text",
+            where="--pooling cls",
+            fix="--pooling last, or mean",
+        )
+    return task, "last" if task.pooling == "last" else "each"
+
+
 def _classes(settings: TaskConfig, space: LabelSpace) -> _Pieces:
     names = space.names or tuple(str(number) for number in range(space.num_labels))
-    pooled = settings.pooling if settings.task_type == "seq_cls" else None
+    whole = settings.task_type == "seq_cls"
     if settings.class_weights and len(settings.class_weights) != space.num_labels:
         raise UsageError(
             f"{len(settings.class_weights)} class weights for {space.num_labels} classes",
@@ -158,24 +175,21 @@ def _classes(settings: TaskConfig, space: LabelSpace) -> _Pieces:
             fix="one for each, in the order of the classes: " + ", ".join(names[:12]),
         )
     task = Task(
-        "seq_cls" if pooled else "token_cls",
+        "seq_cls" if whole else "token_cls",
         num_labels=space.num_labels,
-        problem_type=space.problem if pooled else None,
+        problem_type=space.problem if whole else None,
         labels=space.names,
-        pooling=pooled,
+        pooling=settings.pooling if whole else None,
         extra={"task_type": settings.task_type},
     )
-    encoder: dict[str, Any] = {"labels": space}
-    if pooled:
-        encoder["pooling"] = pooled
-    return _Pieces(task, encoder, ClassMetrics(space.problem, names) if pooled else TokenMetrics(names))
+    metrics: TaskMetrics = ClassMetrics(space.problem, names) if whole else TokenMetrics(names)
+    return _Pieces(task, {"labels": space}, metrics)
 
 
 def _vectors(settings: TaskConfig) -> _Pieces:
     loss = embedding_loss(settings)
     extra: dict[str, Any] = {"task_type": "embedding", "mrl_dims": list(settings.mrl_dims)}
     encoder = {
-        "pooling": settings.pooling,
         "most": (settings.max_positive_samples, settings.max_negative_samples),
         "need_negatives": isinstance(loss, InfoNCE) and not loss.use_batch,
     }
@@ -194,16 +208,8 @@ def _documents(settings: TaskConfig) -> _Pieces:
         extra |= {"positive_word": settings.positive_word, "negative_word": settings.negative_word}
         task = Task("causal_lm", extra=extra)
     else:
-        encoder["pooling"] = settings.pooling
         task = Task("seq_cls", num_labels=1, problem_type="regression", pooling=settings.pooling, extra=extra)
     return _Pieces(task, encoder, RankMetrics())
-
-
-def _targets(settings: TaskConfig) -> str:
-    """Whose state each target is given (`Layout.targets`)."""
-    if settings.task_type == "generative_reranker":
-        return "next"
-    return "last" if settings.task_type != "token_cls" and settings.pooling == "last" else "each"
 
 
 def task_objective(
@@ -212,7 +218,7 @@ def task_objective(
     """What a task minimises.
 
     Args:
-        task: with the classes.
+        task: settled, with the classes.
         axis: ranks that share a row (`cp`).
         words: the tokens that a generative reranker compares.
     """
@@ -221,9 +227,9 @@ def task_objective(
         return TokenClassificationObjective(loss)
     if settings.task_type == "embedding":
         return EmbeddingObjective(
-            embedding_loss(settings), settings.pooling, Matryoshka(tuple(settings.mrl_dims)), axis=axis
+            embedding_loss(settings), cast(Any, task.pooling), Matryoshka(tuple(settings.mrl_dims)), axis=axis
         )
-    mean = settings.pooling == "mean" and settings.task_type != "generative_reranker"
+    mean = task.pooling == "mean"
     inner: ClassificationObjective | RerankerObjective
     if settings.task_type == "seq_cls":
         inner = ClassificationObjective(cast(Any, task.problem_type), loss)

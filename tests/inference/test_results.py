@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from swift.config.inference import GenerationConfig
 from swift.core.errors import CheckpointError, SwiftError, UsageError
 from swift.inference.batch import BatchJob
 from swift.inference.results import ResultFile, Share, merge_parts, meta_path, part_path, read_meta, unfinished_results
@@ -139,8 +138,6 @@ def test_a_place_that_can_t_be_written_is_found_before_the_model_is_loaded(tmp_p
         raise AssertionError("the model was loaded")
 
     for path in (tmp_path / "file/results.jsonl", tmp_path / "file/far/results.jsonl", tmp_path):
-        job = BatchJob(
-            encoder=None, load_engine=load, generation=GenerationConfig(), inputs=None, settings=SETTINGS, path=path
-        )
+        job = BatchJob(start=load, inputs=None, settings=SETTINGS, path=path)
         with pytest.raises(SwiftError, match="could not write"):
             job.run()
