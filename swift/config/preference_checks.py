@@ -180,6 +180,12 @@ def _variants(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
             f"use_weighting weighs single pairs, and {found[0]} compares sorted ones, which belong to none",
             "leave one of them out",
         )
+    if values["rpo_alpha"] and "sft" in used:
+        yield fault(
+            "rpo_alpha loss_type",
+            f"rpo_alpha {values['rpo_alpha']:g} adds the loss sft, and loss_type names it as well",
+            "--rpo_alpha 0, and its weight in loss_weights",
+        )
     divergence = values["f_divergence_type"]
     if divergence != "reverse_kl" and (found := [name for name in used if name not in _OF_DIFFERENCE]):
         yield fault(
@@ -274,11 +280,12 @@ def _sync(values: Mapping[str, Any], fault: Fault, way: str) -> Iterator[Problem
 
 
 def _kto(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
-    """KTO measures how far the model has moved on answers to other rows of the step: one row has none."""
+    """KTO measures how far the model has moved on answers to other rows, as a mean over a step: one row tells little,
+    and has no other one beside it in a stream."""
     if "kto" in (values["loss_type"] or ["kto"]) and _rows_of_a_step(values) == 1:
         yield fault(
             "per_device_train_batch_size gradient_accumulation_steps global_batch_size",
-            "kto compares the rows of a step with each other, and a step has only one",
+            "kto's reference point is a mean over the rows of a step, and a step has only one",
             "--gradient_accumulation_steps 16; or --loss_type apo_zero_unpaired, which needs no other rows",
         )
 

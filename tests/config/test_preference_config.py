@@ -58,6 +58,7 @@ GKD = "--rlhf_type gkd --teacher_model t "
         ("--reference_free true --ref_model x", "--ref_model", "reference_free true takes none"),
         ("--precompute_ref_log_probs true --reference copy", "--precompute_ref_log_probs", "exclude each other"),
         ("--ref_model x --reference adapter_off", "--ref_model", "names another one"),
+        ("--rpo_alpha 0.2 --loss_type sigmoid sft", "--rpo_alpha", "names it as well"),
         ("--ref_model x --reference copy", "--ref_model", "names another one"),
         ("--reference adapter_off --tuner_type full", "--reference", "no adapter to switch off"),
         ("--reference adapter_off --init_weights pissa", "--reference", "pissa moves a part"),
