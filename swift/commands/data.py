@@ -7,16 +7,18 @@ import sys
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from swift.config.commands import SftConfig
 from swift.config.data import DataConfig, TemplateConfig
+from swift.config.export import ExportTemplateConfig
 from swift.config.fields import setting
 from swift.config.model import ModelConfig
 from swift.config.parse import names_config_file, parse_command_line, require_choice
 from swift.core.errors import DataError, UsageError
 from swift.core.files import disk_errors, write_atomic
 from swift.core.network import follow_flags
+from swift.data.columns import Layout
 from swift.data.sources import resolve_rows
 
 if TYPE_CHECKING:
@@ -32,15 +34,16 @@ _ACTIONS = {
 }
 
 
+_LAYOUT_HELP = "how rows are read; default: as the first one looks"
+
+
 @dataclass
 class CheckOptions:
     """Check"""
 
     report_dir: str | None = setting(None, help="folder that gets ledger.jsonl and report.json; default: none written")
     json: bool = setting(False, help="print the findings as JSON")
-    layout: Literal["chat", "pairs", "binary", "prompts", "labelled", "tokens", "embedding", "rerank"] | None = setting(
-        None, help="how rows are read; default: as the first one looks"
-    )
+    layout: Layout | None = setting(None, help=_LAYOUT_HELP)
 
 
 @dataclass
@@ -49,12 +52,14 @@ class PreviewOptions:
 
     n: int = setting(3, help="rows to show")
     html: str | None = setting(None, help="file to write the preview to, as a self-contained page")
+    layout: Layout | None = setting(None, help=_LAYOUT_HELP)
 
 
 @dataclass
 class CheckConfig(SftConfig):
     """Everything that `swift sft` takes, so that the data of a training file can be checked as it stands."""
 
+    template: ExportTemplateConfig = field(default_factory=ExportTemplateConfig)
     check: CheckOptions = field(default_factory=CheckOptions)
 
 
@@ -62,6 +67,7 @@ class CheckConfig(SftConfig):
 class PreviewConfig(SftConfig):
     """Everything that `swift sft` takes, so that the data of a training file can be looked at as it stands."""
 
+    template: ExportTemplateConfig = field(default_factory=ExportTemplateConfig)
     preview: PreviewOptions = field(default_factory=PreviewOptions)
 
 
@@ -72,7 +78,7 @@ class CheckHelp:
     check: CheckOptions = field(default_factory=CheckOptions)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    template: TemplateConfig = field(default_factory=TemplateConfig)
+    template: ExportTemplateConfig = field(default_factory=ExportTemplateConfig)
 
 
 @dataclass
@@ -82,7 +88,7 @@ class PreviewHelp:
     preview: PreviewOptions = field(default_factory=PreviewOptions)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    template: TemplateConfig = field(default_factory=TemplateConfig)
+    template: ExportTemplateConfig = field(default_factory=ExportTemplateConfig)
 
 
 def main(arguments: list[str]) -> int:
@@ -103,17 +109,18 @@ def main(arguments: list[str]) -> int:
 def _check(arguments: list[str]) -> int:
     config = _parse(CheckConfig, CheckHelp, arguments, "data check", "FILE ... [--model M] [--flag value ...]")
     _require_files(config)
-    from swift.commands.data_layout import encoder_for, layout_of
+    from swift.commands.data_layout import encoder_for, layout_of, template_for
     from swift.data.check import run_check
 
-    layout = config.check.layout or layout_of(config.data)
-    encoder = encoder_for(layout, _encoder(config, config.template), config.data) if config.model.model else None
+    layout: Layout = config.check.layout or layout_of(config.data)
+    template = template_for(layout, config.template)
+    encoder = encoder_for(layout, _encoder(config, template), config.data) if config.model.model else None
 
     folder = Path(config.check.report_dir) if config.check.report_dir else None
     if folder:
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-    report = run_check(config.data, config.template, encoder, seed=config.training.seed, run_dir=folder, layout=layout)
+    report = run_check(config.data, template, encoder, seed=config.training.seed, run_dir=folder, layout=layout)
     as_json = json.dumps(report.summary(), ensure_ascii=False, indent=2)
     if folder:
         write_atomic(folder / "report.json", as_json + "\n")
@@ -138,23 +145,30 @@ def _preview(arguments: list[str]) -> int:
     if config.preview.n < 1:
         raise UsageError(f"--n is {config.preview.n}: nothing would be shown", where="--n", fix="--n 3")
     _require_files(config)
-    encoder = _encoder(config, config.template)
     from rich.console import Console
 
+    from swift.commands.data_layout import encoder_for, layout_of, template_for
     from swift.data.augment.rows import row_augmenter
     from swift.data.preview import ProblemView, View, html_page, terminal_text, view_row
     from swift.data.rows import RowProblem
     from swift.data.selection import iter_rows
     from swift.data.sources import resolve_sources
 
+    layout: Layout = config.preview.layout or layout_of(config.data)
+    chat = _encoder(config, template_for(layout, config.template))
+    encoder = encoder_for(layout, chat, config.data)
+    labels = getattr(encoder, "labels", None)
     views: list[View] = []
     sources, held = resolve_sources(config.data)
     augmenter = row_augmenter(config.data, seed=config.training.seed, train=sources, validation=held)
-    rows = iter_rows(config.data.dataset, config.data, need_answer=True, seed=config.training.seed)
+    rows = iter_rows(config.data.dataset, config.data, need_answer=True, seed=config.training.seed, layout=layout)
     for ref, row in islice(rows, config.preview.n):
-        if augmenter and not isinstance(row, RowProblem):
+        if isinstance(row, RowProblem):
+            views.append(ProblemView(str(ref), row))
+            continue
+        if augmenter:
             augmenter.rewrite([row])
-        views += [ProblemView(str(ref), row)] if isinstance(row, RowProblem) else view_row(encoder, row)
+        views += view_row(encoder, chat.tokenizer, row, labels)
     if config.preview.html:
         path = Path(config.preview.html)
         title = "Preview of " + ", ".join(config.data.dataset)

@@ -1,19 +1,21 @@
-"""How `swift data check` reads rows when nobody says: as the first row looks, with the encoder that suits it."""
+"""How `swift data check` and `preview` read rows when nobody says: as the first row looks, with the encoder that suits
+it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from swift.config.data import DataConfig
+from swift.config.data import DataConfig, TemplateConfig
+from swift.config.export import CACHED_LAYOUTS, ExportTemplateConfig
 from swift.data.columns import Layout, rename
 from swift.data.convert_rows import detect_layout
-from swift.data.pipeline import Encoder
 from swift.data.readers import FileTally, parse_raw, read_raw
 from swift.data.rows import RowProblem
 from swift.data.sources import parse_source
 
 if TYPE_CHECKING:
     from swift.data.encoding.encode import ChatEncoder
+    from swift.data.encoding.units import UnitEncoder
 
 
 def layout_of(data: DataConfig) -> Layout:
@@ -28,7 +30,12 @@ def layout_of(data: DataConfig) -> Layout:
     return "chat"
 
 
-def encoder_for(layout: Layout, chat: ChatEncoder, data: DataConfig) -> Encoder:
+def template_for(layout: Layout, template: ExportTemplateConfig) -> TemplateConfig:
+    """What was left open filled in as the command has it that trains on such rows."""
+    return template.of(next((name for name, of in CACHED_LAYOUTS.items() if of == layout), "sft"))
+
+
+def encoder_for(layout: Layout, chat: ChatEncoder, data: DataConfig) -> ChatEncoder | UnitEncoder:
     """The chat encoder, or around it the one for units, with the labels that the rows have."""
     if layout == "chat":
         return chat

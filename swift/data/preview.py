@@ -1,20 +1,26 @@
-"""Shows what a row becomes: every token, and which of them are trained. For the terminal and as one HTML page."""
+"""Shows what a row becomes: every token, and which of them are trained. For the terminal and as one HTML page.
+
+A unit of several sequences is shown in its parts: the prompt that they share, then what each of them is.
+"""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from rich.text import Text
 
-from swift.data.encoding.encode import ChatEncoder
+from swift.data.encoding.encode import Encoded
+from swift.data.labels import LabelSpace
 from swift.data.rows import Row, RowProblem
+from swift.data.units import Kind, Unit
 
 _REPLACEMENT = "\ufffd"  # what undecodable bytes come out as
 _MAX_PARTS = 8  # tokens of one character at most
+_MOST_LABELS = 40  # of single words, shown of one text
 
 
 @dataclass(slots=True)
@@ -29,6 +35,20 @@ class Piece:
     weight: float
 
 
+class Encoder(Protocol):
+    """What turns a row into examples: the chat encoder, or the one for units."""
+
+    def encode(self, row: Row) -> list[Encoded]: ...
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Neighbouring tokens of an example: all of them, or the shared prompt or one part of a unit, with its heading."""
+
+    pieces: list[Piece]
+    heading: str = ""
+
+
 @dataclass(slots=True)
 class ExampleView:
     """One example ready to be shown.
@@ -36,20 +56,28 @@ class ExampleView:
     Attributes:
         title: where it comes from, `file:line`, and which example of the row.
         num_tokens, num_trained, truncated: counts of tokens.
+        values: what else is known of a unit, in words.
     """
 
     title: str
-    pieces: list[Piece]
+    stretches: list[Stretch]
     num_tokens: int
     num_trained: int
     truncated: int
+    values: str = ""
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """All tokens."""
+        return [piece for stretch in self.stretches for piece in stretch.pieces]
 
     @property
     def counts(self) -> str:
         """The counts in words."""
         share = self.num_trained / self.num_tokens if self.num_tokens else 0.0
         cut = f", {self.truncated:,} cut off" if self.truncated else ""
-        return f"{self.num_tokens:,} tokens, {self.num_trained:,} trained ({share:.0%}){cut}"
+        more = f"; {self.values}" if self.values else ""
+        return f"{self.num_tokens:,} tokens, {self.num_trained:,} trained ({share:.0%}){cut}{more}"
 
 
 @dataclass(slots=True)
@@ -63,8 +91,12 @@ class ProblemView:
 View = ExampleView | ProblemView
 
 
-def view_row(encoder: ChatEncoder, row: Row) -> list[View]:
-    """The examples that `row` becomes, or its problem."""
+def view_row(encoder: Encoder, tokenizer: Any, row: Row, labels: LabelSpace | None = None) -> list[View]:
+    """The examples that `row` becomes, or its problem.
+
+    Args:
+        labels: of rows with labels, for their names.
+    """
     try:
         examples = encoder.encode(row)
     except RowProblem as problem:
@@ -72,16 +104,55 @@ def view_row(encoder: ChatEncoder, row: Row) -> list[View]:
     views: list[View] = []
     for number, example in enumerate(examples, 1):
         title = str(row.ref) + (f" (example {number} of {len(examples)})" if len(examples) > 1 else "")
-        pieces = pieces_of(encoder.tokenizer, example.input_ids, example.loss_weights)
         num_trained = int(np.count_nonzero(example.loss_weights))
-        views.append(ExampleView(title, pieces, len(example.input_ids), num_trained, example.truncated))
+        unit = None if example.notes is None else Unit.read(example.notes)
+        stretches = _stretches(tokenizer, example, unit)
+        values = _values(unit, labels) if unit and unit.values else ""
+        views.append(ExampleView(title, stretches, len(example.input_ids), num_trained, example.truncated, values))
     return views
 
 
-def pieces_of(tokenizer: Any, ids: Sequence[int] | np.ndarray, weights: Sequence[float] | np.ndarray) -> list[Piece]:
-    """Cut token ids into pieces whose texts, joined, are the decoded whole."""
+def _stretches(tokenizer: Any, example: Encoded, unit: Unit | None) -> list[Stretch]:
+    ids, weights = example.input_ids, example.loss_weights
+    if unit is None:
+        return [Stretch(pieces_of(tokenizer, ids, weights))]
+    head = pieces_of(tokenizer, ids[: unit.prefix], weights[: unit.prefix])
+    shared = "prompt" if len(unit.lengths) == 1 else "shared prompt"
+    found = [Stretch(head, f"{shared}: {unit.prefix:,} tokens")] if unit.prefix else []
+    last = head[-1].ids if head else []
+    for part, kind in zip(unit.parts(), unit.kinds, strict=True):
+        trained = int(np.count_nonzero(weights[part]))
+        heading = f"{Kind(kind).name.lower()}: {part.stop - part.start:,} tokens, {trained:,} trained"
+        found.append(Stretch(pieces_of(tokenizer, ids[part], weights[part], last), heading))
+    return found
+
+
+def _values(unit: Unit, labels: LabelSpace | None) -> str:
+    """The unit's numbers, by what its parts say that they are."""
+    numbers = [f"{value:g}" for value in unit.values]
+    if Kind.CHOSEN in unit.kinds:
+        return f"margin {numbers[0]}"
+    if Kind.PLAIN not in unit.kinds:
+        return f"label {numbers[0]}"
+    if labels is not None and labels.names:
+        numbers = [labels.names[int(value)] for value in unit.values]
+    more = f" and {len(numbers) - _MOST_LABELS:,} more" if len(numbers) > _MOST_LABELS else ""
+    return f"label{'s' if len(numbers) > 1 else ''} {' '.join(numbers[:_MOST_LABELS])}{more}"
+
+
+def pieces_of(
+    tokenizer: Any,
+    ids: Sequence[int] | np.ndarray,
+    weights: Sequence[float] | np.ndarray,
+    before: Sequence[int] = (),
+) -> list[Piece]:
+    """Cut token ids into pieces whose texts, joined, are the decoded whole.
+
+    Args:
+        before: the tokens that these follow.
+    """
     pieces: list[Piece] = []
-    before: list[int] = []
+    before = list(before)
     pending: list[int] = []
     first_weight = 0.0
     for position, (token, weight) in enumerate(zip(ids, weights, strict=True)):
@@ -111,8 +182,17 @@ def terminal_text(view: View, *, colour: bool) -> Text:
         text = Text(f"{view.title}: {view.problem.reason}: {view.problem.message}", style="red")
         return text.append(f"\n  fix: {view.problem.fix}", style="") if view.problem.fix else text
     text = Text(f"{view.title}: {view.counts}\n", style="bold")
+    for stretch in view.stretches:
+        if stretch.heading:
+            line_end = "" if text.plain.endswith("\n") else "\n"
+            text.append(f"{line_end}— {stretch.heading}\n", style="not bold italic")
+        _append_pieces(text, stretch.pieces, colour=colour)
+    return text
+
+
+def _append_pieces(text: Text, pieces: Sequence[Piece], *, colour: bool) -> None:
     inside = False
-    for number, piece in enumerate(view.pieces):
+    for number, piece in enumerate(pieces):
         trained = piece.weight != 0
         if not colour and trained != inside:
             text.append("⟦" if trained else "⟧", style="none")
@@ -120,7 +200,6 @@ def terminal_text(view: View, *, colour: bool) -> Text:
         text.append(_visible(piece.text), style=_style(piece.weight, number % 2 == 0) if colour else "none")
     if inside and not colour:
         text.append("⟧", style="none")
-    return text
 
 
 def _style(weight: float, even: bool) -> str:
@@ -176,7 +255,10 @@ def html_page(views: Sequence[View], title: str, notes: Sequence[str] = ()) -> s
             parts.append(f'<p class="problem">{html.escape(message)}</p>')
             continue
         parts.append(f"<p>{html.escape(view.counts)}</p>")
-        parts.append("<pre>" + "".join(_span(piece, i) for i, piece in enumerate(view.pieces)) + "</pre>")
+        for stretch in view.stretches:
+            if stretch.heading:
+                parts.append(f"<p>{html.escape(stretch.heading)}</p>")
+            parts.append("<pre>" + "".join(_span(piece, i) for i, piece in enumerate(stretch.pieces)) + "</pre>")
     return _PAGE.format(title=html.escape(title), body="\n".join(parts))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,34 @@ def test_preview_shows_n_rows_and_writes_html(data, tiny_model_dir, tmp_path, ca
     text = capsys.readouterr().out
     assert text.count("rows.jsonl:") == 2 and text.count("⟦Answer ") == 2 and "<|im_end|>⟧" in text
     assert out.read_text().count("<h2>") == 2
+
+
+@pytest.fixture
+def talks(write_rows, tmp_path) -> str:
+    """Pairs whose conversations have an earlier answer, which `swift rlhf` doesn't train."""
+    words = ["hello", "well?", "where to?", "Paris"]
+    talk = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(words)]
+    rows = [{"messages": talk, "rejected_response": "nowhere", "margin": 0.5 * i} for i in range(3)]
+    return str(write_rows(tmp_path / "pairs.jsonl", rows))
+
+
+def test_preview_of_pairs_shows_what_rlhf_trains(talks, tiny_model_dir, capsys):
+    assert main(["preview", talks, "--model", str(tiny_model_dir), "--n", "2"]) == 0
+    text = capsys.readouterr().out
+    assert re.findall("⟦(.*?)⟧", text) == ["Paris<|im_end|>", "nowhere<|im_end|>"] * 2
+    assert text.count("— shared prompt: ") == 2 and "; margin 0.5" in text and "⟦well?" not in text
+    assert main(["preview", talks, "--model", str(tiny_model_dir), "--n", "1", "--loss_scale", "default"]) == 0
+    assert "⟦well?" in capsys.readouterr().out
+    assert main(["preview", talks, "--model", str(tiny_model_dir), "--n", "1", "--layout", "chat"]) == 0
+    assert "—" not in capsys.readouterr().out
+
+
+def test_check_of_pairs_counts_what_rlhf_trains(talks, tiny_model_dir, capsys):
+    def trained(*more: str) -> int:
+        assert main(["check", talks, "--model", str(tiny_model_dir), "--json", *more]) == 0
+        return json.loads(capsys.readouterr().out)["sources"][0]["trained_tokens"]
+
+    assert trained() == trained("--loss_scale", "last_round") < trained("--loss_scale", "default")
 
 
 def test_preview_follows_template_flags(data, tiny_model_dir, capsys):

@@ -9,7 +9,10 @@ import pytest
 from fixtures import make_tokenizer
 
 from swift.config.data import TemplateConfig
+from swift.data.columns import Layout
 from swift.data.encoding.encode import ChatEncoder
+from swift.data.encoding.units import UnitEncoder
+from swift.data.labels import LabelSpace
 from swift.data.preview import ExampleView, ProblemView, html_page, pieces_of, terminal_text, view_row
 from swift.data.rows import Row, RowRef
 
@@ -19,7 +22,7 @@ TALK = [{"role": "user", "content": "<b>5 & 6</b> [red]x[/red]\x1b[31m"}, {"role
 @pytest.fixture
 def view() -> ExampleView:
     encoder = ChatEncoder(make_tokenizer(), TemplateConfig())
-    (found,) = view_row(encoder, Row(RowRef("a.jsonl", 3), TALK))
+    (found,) = view_row(encoder, encoder.tokenizer, Row(RowRef("a.jsonl", 3), TALK))
     assert isinstance(found, ExampleView)
     return found
 
@@ -75,13 +78,80 @@ def test_html_is_escaped_and_marks_trained_tokens(view: ExampleView):
 def test_weights_other_than_one_have_their_own_colour():
     encoder = ChatEncoder(make_tokenizer(), TemplateConfig())
     talk = [TALK[0], {**TALK[1], "loss_scale": 0.25}]
-    (view,) = view_row(encoder, Row(RowRef("a.jsonl", 1), talk))
+    (view,) = view_row(encoder, encoder.tokenizer, Row(RowRef("a.jsonl", 1), talk))
     assert 'class="w a"' in html_page([view], "t").split("<h2>")[1] and "weight 0.25" in html_page([view], "t")
 
 
 def test_a_problem_is_shown_with_its_place_and_fix():
     encoder = ChatEncoder(make_tokenizer(), TemplateConfig(max_length=4))
-    (view,) = view_row(encoder, Row(RowRef("a.jsonl", 9), TALK))
+    (view,) = view_row(encoder, encoder.tokenizer, Row(RowRef("a.jsonl", 9), TALK))
     assert isinstance(view, ProblemView)
     for shown in (terminal_text(view, colour=False).plain, html_page([view], "t")):
         assert "a.jsonl:9" in shown and "too_long" in shown and "--max_length" in shown
+
+
+# --- units ---
+
+
+def unit_view(layout: Layout, row: Row, labels: LabelSpace | None = None) -> ExampleView:
+    encoder = ChatEncoder(make_tokenizer(), TemplateConfig(loss_scale="last_round"))
+    (view,) = view_row(UnitEncoder(encoder, layout, labels=labels), encoder.tokenizer, row, labels)
+    assert isinstance(view, ExampleView)
+    return view
+
+
+def marked(view: ExampleView) -> list[str]:
+    return re.findall("⟦(.*?)⟧", terminal_text(view, colour=False).plain, re.DOTALL)
+
+
+def test_a_pair_shows_the_prompt_once_and_each_answer():
+    question, answer = {"role": "user", "content": "Where to?"}, {"role": "assistant", "content": "你好😀 Paris"}
+    worse = [{"role": "assistant", "content": "你好😀 no idea"}]
+    row = Row(RowRef("a.jsonl", 1), [question, answer], rejected=[worse], margins=[0.5], answer_at=1)
+    view = unit_view("pairs", row)
+    text = terminal_text(view, colour=False).plain
+    assert text.count("Where to?") == 1 and view.counts.endswith("; margin 0.5")
+    assert marked(view) == ["你好😀 Paris<|im_end|>", "你好😀 no idea<|im_end|>"]
+    heads = [stretch.heading for stretch in view.stretches]
+    trained = [sum(len(piece.ids) for piece in s.pieces if piece.weight) for s in view.stretches]
+    sizes = [sum(len(piece.ids) for piece in s.pieces) for s in view.stretches]
+    assert heads == [
+        f"shared prompt: {sizes[0]} tokens",
+        f"chosen: {sizes[1]} tokens, {trained[1]} trained",
+        f"rejected: {sizes[2]} tokens, {trained[2]} trained",
+    ]
+    assert trained[0] == 0 and all(trained[1:]) and sum(sizes) == view.num_tokens
+    assert all(f"— {head}\n" in text for head in heads)
+    page = html_page([view], "t")
+    assert page.count("<pre>") == 3 and all(f"<p>{head}</p>" in page for head in heads)
+
+
+def test_an_answer_with_a_label_is_named_by_it():
+    for label, name in ((True, "chosen"), (False, "rejected")):
+        view = unit_view("binary", Row(RowRef("a.jsonl", 1), TALK, label=label, answer_at=1))
+        assert [s.heading.partition(":")[0] for s in view.stretches] == ["prompt", name]
+        assert marked(view) == ["你好😀 ok<|im_end|>"]
+
+
+def test_labels_are_shown_by_name():
+    names = LabelSpace("single_label_classification", 2, ("good", "bad"))
+    row = Row(RowRef("a.jsonl", 1), TALK[:1], label="bad")
+    assert unit_view("labelled", row, names).counts.endswith("; label bad")
+    number = LabelSpace("regression", 1)
+    assert unit_view("labelled", Row(RowRef("a.jsonl", 1), TALK[:1], label=0.25), number).counts.endswith(
+        "; label 0.25"
+    )
+    words = LabelSpace("single_label_classification", 2, ("O", "LOC"))
+    row = Row(RowRef("a.jsonl", 1), [], words=["to", "Paris"], label=["O", "LOC"])
+    assert unit_view("tokens", row, words).counts.endswith("; labels O LOC")
+
+
+def test_texts_that_are_alike_or_not():
+    like, unlike = ([{"role": "user", "content": text}] for text in ("rain", "stone"))
+    row = Row(RowRef("a.jsonl", 1), TALK[:1], positives=[like], negatives=[unlike])
+    for layout, kinds in (("embedding", ["anchor", "positive", "negative"]), ("rerank", ["positive", "negative"])):
+        heads = [s.heading.partition(":")[0] for s in unit_view(layout, row).stretches]
+        assert [head for head in heads if head != "shared prompt"] == kinds
+    assert unit_view("embedding", Row(RowRef("a.jsonl", 1), TALK[:1], positives=[like], label=0.8)).counts.endswith(
+        "; label 0.8"
+    )
