@@ -27,7 +27,7 @@ from torch import nn
 from swift.config.commands import TrainConfig
 from swift.config.model import ModelConfig
 from swift.config.tuner import TunerConfig
-from swift.core.errors import ModelError, UsageError
+from swift.core.errors import DataError, ModelError, UsageError
 from swift.core.files import disk_errors, write_atomic
 from swift.core.memory import return_free_memory
 from swift.data.loading.batch import Annotate, Batch, Examples, Layout, collate
@@ -165,9 +165,12 @@ def precompute(config: TrainConfig, session: Session, data: Data, named: str | N
     asked = session.group.from_main(lambda: _asked(folder, identity))
     if not asked:
         session.monitor.event("progress", "asking the reference model about every row, before the run's own is loaded")
-        with _asking(config, session, data, named, adapters) as (strategy, layout):
-            for name, examples in sets.items():
-                _ask(strategy, layout, examples, session, folder / name)
+        strategy, layout = _reference(config, session, data, named, adapters)
+        for name, examples in sets.items():
+            _ask(strategy, layout, examples, session, folder / name)
+        del strategy  # the last that holds the reference
+        gc.collect()
+        return_free_memory()
         session.group.from_main(lambda: write_atomic(folder / "identity.json", json.dumps(identity)))
     known = {name: annotate_with(*_open(folder / name)) for name in sets}
     assert isinstance(data.train, PreparedSet)  # `check_precomputable` was asked
@@ -208,11 +211,10 @@ def _folder_of(named: ModelConfig, data: Data) -> Path:
     return folder
 
 
-@contextmanager
-def _asking(
+def _reference(
     config: TrainConfig, session: Session, data: Data, named: str | None, adapters: list[str]
-) -> Iterator[tuple[Strategy, Layout]]:
-    """The reference, spread as the run is, while it is asked."""
+) -> tuple[Strategy, Layout]:
+    """The reference, spread as the run is, and how batches are laid out for it."""
     changed = replace(config, model=replace(config.model, model=named or config.model.model, adapters=adapters))
     if not adapters:  # a new adapter adds nothing, and makes the weights be held as they are beside the trained one
         full = config.tuner.tuner_type == "full"
@@ -232,10 +234,7 @@ def _asking(
         pad_token_id=int(data.tokenizer.pad_token_id or 0),
         longest=data.longest_unit(written_out=True),
     )
-    yield _measuring(model, session), session.method.arrange(layout, why_unshared=model.why_unshared)
-    del model
-    gc.collect()
-    return_free_memory()
+    return _measuring(model, session), session.method.arrange(layout, why_unshared=model.why_unshared)
 
 
 def _measuring(model: Model, session: Session) -> Strategy:
@@ -303,6 +302,11 @@ def _join(folder: Path, count: int, ranks: int) -> None:
         if not any(part.exists() for part in parts):
             continue
         shares = [np.load(part) for part in parts if part.exists()]
+        if sum(len(share["indices"]) for share in shares) != count:
+            raise DataError(
+                f"only some of the processes' answers of the reference are in {folder}",
+                fix="let --output_dir lie on a disk that all machines share",
+            )
         sizes = np.zeros(count, np.int64)
         for share in shares:
             sizes[share["indices"]] = share["sizes"]
