@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 
 from swift.config.commands import InferConfig, MergeLoraConfig, RlhfConfig, SftConfig, TrainConfig
 from swift.config.files import CONFIG_NAME, dump_yaml, given_in_file, read_config_file, to_nested
+from swift.config.preference import PreferenceConfig
 from swift.config.resolve import Resolved, construct, group_spellings, raise_problems, resolve
 from swift.config.schema import names_of, settings_of
+from swift.config.task import TaskConfig
 from swift.core.errors import UsageError
 from swift.core.files import write_atomic
 
@@ -129,6 +131,7 @@ def fill_from_checkpoint(cls: type, resolved: Resolved) -> None:
         if folder is not None:  # found once, so that settings and weights come from one place
             values["resume_from_checkpoint"] = str(folder)
         if folder is not None and not values.get("resume_only_model") and find_saved(folder):
+            _refuse_another_training(cls, resolved, folder)
             wanted = set(settings_of(cls)) - _NOT_KEPT
             _take(cls, resolved, folder, wanted)
         _base_model(resolved, values.get("adapters", []))
@@ -145,6 +148,29 @@ def fill_from_checkpoint(cls: type, resolved: Resolved) -> None:
             _take(cls, resolved, folder, wanted)
             break
         _base_model(resolved, values.get("adapters", []))
+
+
+def _refuse_another_training(cls: type, resolved: Resolved, folder: Path) -> None:
+    """A run goes on for the end that it began with: optimizer and position mean nothing to another method."""
+    saved = find_saved(folder)
+    assert saved is not None
+    groups = {entry.key for entry in read_config_file(saved).entries}
+    before = saved_values(RlhfConfig if "preference" in groups else SftConfig, folder)
+    began = _training_words("preference" in groups, before)
+    asked = _training_words(issubclass(cls, RlhfConfig), {**before, **resolved.values})
+    if began != asked:
+        raise UsageError(
+            f"the run was {began}, and {asked} would be another one",
+            where=f"--resume_from_checkpoint {folder}",
+            fix="--resume_only_model true, with --model and --dataset, takes the weights alone",
+        )
+
+
+def _training_words(preferring: bool, values: dict[str, Any]) -> str:
+    if preferring:
+        return f"`swift rlhf --rlhf_type {values.get('rlhf_type', PreferenceConfig.rlhf_type)}`"
+    task = values.get("task_type", TaskConfig.task_type)
+    return "supervised tuning" + ("" if task == TaskConfig.task_type else f" with --task_type {task}")
 
 
 def _take(cls: type, resolved: Resolved, folder: Path, wanted: set[str]) -> None:

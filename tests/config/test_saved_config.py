@@ -13,6 +13,7 @@ from swift.config import (
     InferConfig,
     MergeLoraConfig,
     PtConfig,
+    RlhfConfig,
     SftConfig,
     build_config,
     load_config,
@@ -201,3 +202,27 @@ def test_latest_passes_over_a_damaged_checkpoint(harm, tmp_path):
     else:
         (broken / ("weights" if harm == "shorter" else "complete.json")).write_text("12")
     assert newest_checkpoint(tmp_path) == whole
+
+
+@pytest.mark.parametrize(
+    ("began", "asked", "flags", "words"),
+    [
+        (RlhfConfig, SftConfig, {}, "`swift rlhf --rlhf_type dpo`, and supervised tuning"),
+        (SftConfig, RlhfConfig, {}, "supervised tuning, and `swift rlhf --rlhf_type dpo`"),
+        (
+            RlhfConfig,
+            RlhfConfig,
+            {"rlhf_type": "kto"},
+            "`swift rlhf --rlhf_type dpo`, and `swift rlhf --rlhf_type kto`",
+        ),
+        (SftConfig, SftConfig, {"task_type": "embedding"}, "supervised tuning, and .* --task_type embedding"),
+    ],
+)
+def test_a_run_goes_on_as_what_it_began(began, asked, flags, words, tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "checkpoint-1", 1.0)
+    save_config(build_config(began, {"model": "m", "dataset": ["x.jsonl"]}), checkpoint)
+    with pytest.raises(UsageError, match=words) as caught:
+        build_config(asked, {"resume_from_checkpoint": str(checkpoint), **flags})
+    assert "resume_only_model" in (caught.value.fix or "")
+    same = build_config(began, {"resume_from_checkpoint": str(checkpoint)})
+    assert same.model.model == "m"
