@@ -19,6 +19,23 @@ LossName = Literal[
 ]  # fmt: skip
 
 
+# losses by method, where there is a choice; those with label smoothing; those that an f-divergence can be put into;
+# those that couple the pairs of a step
+_PAIR_LOSSES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sigmoid_norm", "sft",
+)  # fmt: skip
+LOSSES: dict[str, tuple[str, ...]] = {
+    "dpo": _PAIR_LOSSES,
+    "cpo": ("sigmoid", "hinge", "ipo"),
+    "simpo": ("simpo", "alphapo"),
+    "kto": ("kto", "apo_zero_unpaired"),
+}
+SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired", "sigmoid_norm", "simpo", "alphapo")
+OF_DIFFERENCE = ("sigmoid", "hinge", "exo_pair", "robust", "discopop", "sft")
+SORTED = ("aot", "aot_unpaired")
+
+
 @dataclass
 class PreferenceConfig:
     """Preference optimisation"""

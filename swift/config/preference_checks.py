@@ -11,10 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from swift.config.deepspeed import read_deepspeed, zero_stage
-from swift.config.preference import WITH_REFERENCE, DistillConfig, PreferenceConfig, reference_way, why_not_adapter_off
+from swift.config.preference import (
+    LOSSES,
+    OF_DIFFERENCE,
+    SMOOTHED,
+    SORTED,
+    WITH_REFERENCE,
+    DistillConfig,
+    PreferenceConfig,
+    reference_way,
+    why_not_adapter_off,
+)
 from swift.config.resolve import Problem
 from swift.config.tuner import TunerConfig
-from swift.core.errors import UsageError
+from swift.core.errors import UsageError, nearest
 
 Fault = Callable[..., Problem]  # (names, message, fix) -> the problem with its place
 
@@ -46,19 +56,22 @@ READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(DistillConfig.__dataclass_fields__, _GKD),
 }
 
-_PAIR_LOSSES = (
-    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
-    "apo_zero", "apo_down", "discopop", "sigmoid_norm", "sft",
+_PAIR_METRICS = (
+    "loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen",
+    "logps/rejected", "nll",
 )  # fmt: skip
-LOSSES: dict[str, tuple[str, ...]] = {
-    "dpo": _PAIR_LOSSES,
-    "cpo": ("sigmoid", "hinge", "ipo"),
-    "simpo": ("simpo", "alphapo"),
-    "kto": ("kto", "apo_zero_unpaired"),
+_REFERENCE_METRICS = ("logps/ref_chosen", "logps/ref_rejected", "kl")
+# what an evaluation measures
+METRICS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("orpo", "cpo", "simpo"), _PAIR_METRICS),
+    "dpo": (*_PAIR_METRICS, *_REFERENCE_METRICS),
+    "kto": (
+        *("loss", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kto_z0"),
+        *_REFERENCE_METRICS,
+    ),
+    "rm": ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "rewards/mean"),
+    "gkd": ("loss", "divergence", "nll", "teacher_nll", "student_entropy", "token_accuracy", "agreement"),
 }
-_SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired", "sigmoid_norm", "simpo", "alphapo")
-_OF_DIFFERENCE = ("sigmoid", "hinge", "exo_pair", "robust", "discopop", "sft")  # what f-divergences can be put into
-_SORTED = ("aot", "aot_unpaired")
 
 # setting -> (lowest, highest, whether the lowest itself is allowed, whether the highest is)
 PREFERENCE_RANGES: dict[str, tuple[float, float | None, bool, bool]] = {
@@ -94,6 +107,7 @@ def preference_faults(values: Mapping[str, Any], fault: Fault) -> Iterator[Probl
     yield from _unread(values, fault)
     if values["use_chat_template"] is False and values["truncation_strategy"] == "split":
         yield fault("truncation_strategy", "an answer that is preferred, or not, can't be cut into rows")
+    yield from _metric(values, fault)
     if method in LOSSES:
         yield from _losses(values, fault)
     yield from _beta(values, fault)
@@ -118,6 +132,17 @@ def _unread(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
                 f"{name} does nothing with rlhf_type {method}",
                 f"leave it out; it is for {' and '.join(methods)}",
             )
+
+
+def _metric(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
+    method, metric = values["rlhf_type"], values.get("metric_for_best_model", "loss").removeprefix("eval_")
+    if metric not in METRICS[method]:
+        close = nearest(metric, METRICS[method])
+        yield fault(
+            "metric_for_best_model rlhf_type",
+            f"metric_for_best_model {metric!r} is not measured with rlhf_type {method}",
+            (f"did you mean {close[0]}? " if close else "") + f"there are: {', '.join(METRICS[method])}",
+        )
 
 
 def _losses(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
@@ -148,11 +173,11 @@ def _losses(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
             "exo_pair compares with how sure the labels are, and label_smoothing 0 says that they are certain",
             "--label_smoothing 0.001",
         )
-    if values["label_smoothing"] and method in READ_BY["label_smoothing"] and not set(used) & set(_SMOOTHED):
+    if values["label_smoothing"] and method in READ_BY["label_smoothing"] and not set(used) & set(SMOOTHED):
         yield fault(
             "label_smoothing loss_type",
             f"label_smoothing does nothing with loss_type {' '.join(used)}",
-            f"leave it out; it is for {', '.join(_SMOOTHED)}",
+            f"leave it out; it is for {', '.join(SMOOTHED)}",
         )
     if values["discopop_tau"] != PreferenceConfig.discopop_tau and method == "dpo" and "discopop" not in used:
         yield fault("discopop_tau loss_type", "discopop_tau is for loss_type discopop", "--loss_type discopop")
@@ -174,7 +199,7 @@ def _beta(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
 def _variants(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
     """What can be put on top of DPO, and with which losses."""
     used = values["loss_type"] or ["sigmoid"]
-    if values["use_weighting"] and (found := [name for name in used if name in _SORTED]):
+    if values["use_weighting"] and (found := [name for name in used if name in SORTED]):
         yield fault(
             "use_weighting loss_type",
             f"use_weighting weighs single pairs, and {found[0]} compares sorted ones, which belong to none",
@@ -187,11 +212,11 @@ def _variants(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
             "--rpo_alpha 0, and its weight in loss_weights",
         )
     divergence = values["f_divergence_type"]
-    if divergence != "reverse_kl" and (found := [name for name in used if name not in _OF_DIFFERENCE]):
+    if divergence != "reverse_kl" and (found := [name for name in used if name not in OF_DIFFERENCE]):
         yield fault(
             "f_divergence_type loss_type",
             f"f_divergence_type {divergence} changes the difference of two rewards, and {found[0]} isn't made of one",
-            f"leave it out; it goes with {', '.join(_OF_DIFFERENCE[:-1])}",
+            f"leave it out; it goes with {', '.join(OF_DIFFERENCE[:-1])}",
         )
     if divergence != "reverse_kl" and values["reference_free"]:
         yield fault(

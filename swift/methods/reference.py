@@ -15,7 +15,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from swift.config.tuner import TunerConfig
 from swift.core.errors import DataError, ModelError, UsageError
 from swift.core.files import disk_errors, write_atomic
 from swift.core.memory import return_free_memory
+from swift.data.files import stamp_of
 from swift.data.loading.batch import Annotate, Batch, Examples, Layout, collate
 from swift.data.loading.train_set import PreparedSet
 from swift.distributed.spread import local_tensor
@@ -156,9 +157,11 @@ def precompute(config: TrainConfig, session: Session, data: Data, named: str | N
     """
     folder = session.run_dir / FOLDER
     sets = {"train": data.prepared.train} | ({"validation": data.val} if data.val is not None else {})
+    model = session.group.from_main(lambda: resolve_model(replace(config.model, model=named or config.model.model)))
     identity = {
-        "model": str(Path(named or config.model.model or "")),
-        "adapters": adapters,
+        "model": _stamps(model),
+        "adapters": [_stamps(Path(adapter).expanduser()) for adapter in adapters],
+        "settings": asdict(replace(config.model, model=None, adapters=[], offline=False)),
         "rows": {name: examples.digest() for name, examples in sets.items()},
         "companions": session.method.batches.get("companions", False),
     }
@@ -176,6 +179,12 @@ def precompute(config: TrainConfig, session: Session, data: Data, named: str | N
     assert isinstance(data.train, PreparedSet)  # `check_precomputable` was asked
     data.train.annotate = known["train"]
     data.annotate_eval = known.get("validation")
+
+
+def _stamps(folder: Path) -> dict[str, str]:
+    """The files of a model or an adapter that decide its numbers, and a text for each that changes with its content."""
+    kinds = ("*.json", "*.safetensors", "*.bin", "*.gguf", "*.py")
+    return {str(path.resolve()): stamp_of(str(path)) for kind in kinds for path in sorted(folder.glob(kind))}
 
 
 def _asked(folder: Path, identity: dict[str, Any]) -> bool:

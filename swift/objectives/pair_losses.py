@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import logsigmoid, relu
 
-from swift.objectives.preference_options import SORTED, PreferenceOptions
+from swift.config.preference import SORTED
+from swift.objectives.preference_options import PreferenceOptions
 
 
 @dataclass

@@ -8,24 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from swift.config.preference import LOSSES, OF_DIFFERENCE, SMOOTHED, SORTED
 from swift.core.errors import UsageError
 
-SORTED = ("aot", "aot_unpaired")  # losses that couple the pairs of a step
-OF_DIFFERENCE = ("sigmoid", "hinge", "exo_pair", "robust", "discopop", "sft")  # an f-divergence has a meaning for these
-SMOOTHED = ("sigmoid", "exo_pair", "robust", *SORTED, "sigmoid_norm", "simpo", "alphapo")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-_OF_DPO = (
-    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", *SORTED, "apo_zero",
-    "apo_down", "discopop", "sigmoid_norm", "sft",
-)  # fmt: skip
-KINDS: dict[str, tuple[str, ...]] = {
-    "dpo": _OF_DPO,
-    "orpo": ("orpo",),
-    "cpo": ("sigmoid", "hinge", "ipo"),
-    "simpo": ("simpo", "alphapo"),
-    "kto": ("kto", "apo_zero_unpaired"),
-    "rm": ("rm",),
-}
+KINDS: dict[str, tuple[str, ...]] = {**LOSSES, "orpo": ("orpo",), "rm": ("rm",)}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from swift.config import save_config
 from swift.config.commands import TrainConfig
 from swift.core.errors import CheckpointError
 from swift.core.files import human_bytes
+from swift.data.loading.batch import Examples, WrittenOut
 from swift.data.loading.loader import Loader
 from swift.data.loading.train_set import Place
 from swift.distributed.mesh import Mesh
@@ -75,6 +76,9 @@ def build_trainer(config: TrainConfig, session: Session, data: Data, model: Mode
     session.state.data_fingerprint, session.state.layout = identity.rows, identity.order
     step_callback = adapter_step_callback(model.whole)
     evaluation = evaluation_rhythm(config, data.val)
+    eval_examples: Examples | None = data.val
+    if data.val is not None and layout.units and not layout.share_prefix:
+        eval_examples = WrittenOut(data.val)
     parts = TrainerParts(
         strategy=together.strategy,
         optimizer=optimizer,
@@ -90,7 +94,7 @@ def build_trainer(config: TrainConfig, session: Session, data: Data, model: Mode
         evaluation=evaluation,
         logging_steps=config.monitor.logging_steps,
         length=length,
-        eval_examples=data.val,
+        eval_examples=eval_examples,
         eval_tokens_per_batch=_eval_tokens(config),
         callbacks=[
             *([AfterStep(step_callback)] if step_callback else []),

@@ -107,7 +107,7 @@ def test_refused(words, flag, message, monkeypatch):
         "--rlhf_type kto --gradient_accumulation_steps 2",
         "--rlhf_type kto --gradient_accumulation_steps 1 --nproc_per_node 2",
         "--rlhf_type kto --loss_type apo_zero_unpaired --gradient_accumulation_steps 1",
-        "--rlhf_type rm --center_rewards_coefficient 0.01 --metric_for_best_model eval_accuracy",
+        "--rlhf_type rm --center_rewards_coefficient 0.01 --metric_for_best_model eval_rewards/accuracies",
         "--rlhf_type gkd --teacher_self true",
         "--rlhf_type gkd --teacher_self true --tuner_type full",  # rows may bring what only the teacher sees
         "--rlhf_type gkd --teacher_logits . --lmbda 0",
