@@ -93,7 +93,7 @@ def test_two_processes_give_the_same(variant: str, settings: Settings) -> None:
     ran = run_cli(two, name="rlhf")
     assert ran.returncode == 0, ran.stderr
     for ours, theirs in zip(logged(two["output_dir"]), logged(one["output_dir"]), strict=True):
-        for name in ours:
+        for name in (name for name, value in theirs.items() if value is not None):
             assert ours[name] == pytest.approx(theirs[name], rel=2e-5, abs=1e-7), name
 
 
