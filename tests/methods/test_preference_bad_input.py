@@ -109,7 +109,7 @@ def test_mistakes(name: str, tiny_model_dir: Path, others: Any, write_rows: Any,
     assert all(word in said for word in words), said
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "aot", "bco_pair", "kto", "rm"])
+@pytest.mark.parametrize("name", ["bco_pair", *(pytest.param(n, marks=pytest.mark.slow) for n in ("aot", "kto", "rm"))])
 def test_steps_that_explode_can_be_left_out(
     name: str, tiny_model_dir: Path, write_rows: Any, tmp_path: Path, capfd: Any
 ) -> None:

@@ -217,7 +217,10 @@ def scorer_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-@pytest.mark.parametrize("name", HANDS)
+QUICK = ("dpo, rpo_alpha", "bco", "orpo", "simpo", "kto", "rm")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in HANDS])
 def test_three_steps(name: str, tiny_model_dir: Path, scorer_dir: Path, write_rows: Any, tmp_path: Path) -> None:
     flags, loss = HANDS[name]
     model, rows = scorer_dir if name == "rm" else tiny_model_dir, rows_of(flags, COUNT)

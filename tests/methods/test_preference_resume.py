@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dpo mixed, precomputed": {**LOSSES["sigmoid"], **FULL, "parts": 2, "interleave_prob": [0.7, 0.3]},
 }
 
-QUICK = ("dpo lora", "a copy that follows", "bco", "kto, full", "kto, streamed", "kto, mixed")
+QUICK = ("a copy that follows", "bco", "kto, streamed", "kto, mixed")
 
 
 @pytest.fixture

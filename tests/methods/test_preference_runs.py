@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers as tf
+from fixtures import make_tokenizer
 from pool import on_ranks
 from preference_rows import LOSSES, rows_of
 from runs import trained
@@ -46,7 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "2x2, small chunks": {**cut(2, 2), "loss_chunk_size": 3},
 }
 VARIANT = {name: list(VARIANTS)[number % len(VARIANTS)] for number, name in enumerate(LOSSES)}
-QUICK = ("sigmoid", "bco_pair", "aot", "mpo", "rpo_ld", "wpo", "tr_dpo", "orpo_turns", "simpo_nll", "kto", "rm")
+QUICK = ("bco_pair", "aot", "rpo_ld", "wpo", "orpo_turns", "kto", "rm")
 
 Train = Callable[..., Path]
 
@@ -124,7 +126,9 @@ def test_another_step_would_be_seen(train: Train) -> None:
 PACKED = {**cut(COUNT, 1), "packing": True, "packing_length": 256, "max_steps": 2}
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK[3:7] else pytest.param(n, marks=pytest.mark.slow) for n in LOSSES])
+@pytest.mark.parametrize(
+    "name", [n if n in ("mpo", "kto") else pytest.param(n, marks=pytest.mark.slow) for n in LOSSES]
+)
 def test_packing_changes_nothing(name: str, train: Train) -> None:
     whole = train("whole", LOSSES[name], **{**cut(COUNT, 1), "max_steps": 2})
     packed = train("packed", LOSSES[name], **PACKED)
@@ -143,13 +147,14 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", [n if "lora" in n else pytest.param(n, marks=pytest.mark.slow) for n in WAYS])
 def test_however_the_reference_is_asked(name: str, train: Train) -> None:
     loss, first, second = WAYS[name]
     flags = {**LOSSES[loss], **cut(2, 2), **first}
     assert_equal_runs(train("own", flags), train("other", flags, **second))
 
 
+@pytest.mark.slow
 def test_the_model_itself_named_as_reference(train: Train, tiny_model_dir: Path) -> None:
     flags = {**LOSSES["sigmoid"], **cut(2, 2)}
     assert_equal_runs(train("own", flags), train("named", flags, ref_model=str(tiny_model_dir)))
@@ -161,15 +166,78 @@ def test_a_reference_that_moves_matters(train: Train) -> None:
     assert [line["loss"] for line in logged(run)] == pytest.approx([math.log(2)] * 3, rel=1e-5)
 
 
-def test_evaluation_counts_each_pair_once(train: Train, write_rows: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["aot", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bco_pair", "kto", "rm"))])
+def test_evaluation_counts_each_pair_once(name: str, train: Train, write_rows: Any, tmp_path: Path) -> None:
     """Evaluated on the rows that it has just trained on, with a rate of 0: the loss of training."""
-    for name in ("aot", "bco_pair", "kto", "rm"):
-        flags = {**LOSSES[name], **cut(COUNT, 1), "max_steps": 1, "learning_rate": 1e-30}
-        data = str(write_rows(tmp_path / "rows.jsonl", rows_of(flags, COUNT)))
-        run = train(f"eval-{name}", flags, dataset=[data], val_dataset=[data], eval_steps=1)
-        lines = [json.loads(line) for line in (run / "logging.jsonl").read_text().splitlines()]
-        (found,) = (line["eval_loss"] for line in lines if "eval_loss" in line)
-        assert found == pytest.approx(logged(run)[0]["loss"], rel=1e-5), name
+    flags = {**LOSSES[name], **cut(COUNT, 1), "max_steps": 1, "learning_rate": 1e-30}
+    data = str(write_rows(tmp_path / "rows.jsonl", rows_of(flags, COUNT)))
+    run = train("evaluated", flags, dataset=[data], val_dataset=[data], eval_steps=1)
+    lines = [json.loads(line) for line in (run / "logging.jsonl").read_text().splitlines()]
+    (found,) = (line["eval_loss"] for line in lines if "eval_loss" in line)
+    assert found == pytest.approx(logged(run)[0]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "way", ["adapter_off", *(pytest.param(w, marks=pytest.mark.slow) for w in ("copy", "precompute"))]
+)
+def test_noise_is_off_while_the_reference_is_asked(way: str, train: Train) -> None:
+    """NEFTune: the reference says what it says without, and the model something else."""
+    flags = {**LOSSES["sigmoid"], **cut(4, 1), "tuner_type": "lora", "reference": way, "max_steps": 1}
+    (plain,), (noisy,) = (logged(train(f"noise {a}", flags, neftune_noise_alpha=a)) for a in (None, 50.0))
+    assert noisy["logps/ref_chosen"] == pytest.approx(plain["logps/ref_chosen"], rel=1e-6)
+    assert abs(noisy["logps/chosen"] - plain["logps/chosen"]) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["bco_pair", pytest.param("kto", marks=pytest.mark.slow)])
+def test_recompute_changes_nothing(name: str, train: Train) -> None:
+    flags = {**LOSSES[name], **cut(2, 2), "tuner_type": "lora"}
+    kept, recomputed = (train(str(on), flags, gradient_checkpointing=on) for on in (False, True))
+    assert_equal_runs(recomputed, kept)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tuner", ["full", "lora"])
+def test_compiled_layers_change_nothing(tuner: str, train: Train) -> None:
+    flags = {**LOSSES["bco_pair"], **cut(2, 2), "tuner_type": tuner}
+    assert_equal_runs(train("compiled", flags, torch_compile=True), train("plain", flags))
+
+
+@pytest.mark.parametrize(
+    "name", ["aot", *(pytest.param(n, marks=pytest.mark.slow) for n in ("sigmoid", "kto", "orpo"))]
+)
+def test_experts_are_balanced_beside_a_preference(name: str, train: Train, mixture_dir: Path) -> None:
+    """The auxiliary loss takes part in the gradient, and looking ahead leaves no trace in it."""
+    flags = {**LOSSES[name], **cut(4, 1), "model": str(mixture_dir)}
+    plain, balanced = train("plain", flags), train("balanced", flags, router_aux_loss_coef=0.5)
+    first, second = logged(plain)[0], logged(balanced)[0]
+    assert first["loss"] == pytest.approx(second["loss"], rel=LOSS_RTOL)
+    assert first["grad_norm"] != pytest.approx(second["grad_norm"], rel=1e-3)
+    assert 0.9 < second["router_aux_loss"] < 4.1  # 1 is balanced, the number of experts is one for all
+    assert_equal_runs(train("cut", flags, **cut(1, 4)), plain)
+
+
+@pytest.fixture(scope="module")
+def mixture_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny mixture of experts."""
+    tokenizer, folder = make_tokenizer(), tmp_path_factory.mktemp("mixture")
+    config = tf.Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=1,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    tf.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def run_all(given: list[dict[str, Any]]) -> None:

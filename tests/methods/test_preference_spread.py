@@ -53,15 +53,11 @@ SPREADS: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 # (loss, tuner) of each spread that `make test` runs
 QUICK: dict[str, list[tuple[str, str]]] = {
-    "ddp": [("kto", "lora"), ("aot", "full")],
-    "tp": [("rm", "lora"), ("bco_pair", "full")],
-    "ring": [("rpo_ld", "lora"), ("kto", "full"), ("rm", "full")],
-    "ulysses": [("aot", "lora")],
+    "ddp": [("aot", "full")],
+    "tp": [("rm", "lora")],
+    "ring": [("rpo_ld", "lora"), ("kto", "full")],
     "pp": [("kto", "lora"), ("rm", "full")],
-    "zbv": [("sigmoid", "lora")],
-    "zero 2": [("orpo", "lora")],
     "zero 3": [("bco_pair", "lora"), ("sigmoid", "full")],
-    "pp x cp": [("rpo_ld", "full")],
 }
 MIXES = [(loss, tuner) for loss in OBJECTIVES for tuner in TUNERS]
 
