@@ -29,7 +29,10 @@ BASE: dict[str, Any] = {
     "add_version": False,
     "report_to": ["none"],
 }
-TUNERS: dict[str, dict[str, Any]] = {"lora": {"tuner_type": "lora", "lora_dropout": 0.0}, "full": {"tuner_type": "full"}}
+TUNERS: dict[str, dict[str, Any]] = {
+    "lora": {"tuner_type": "lora", "lora_dropout": 0.0},
+    "full": {"tuner_type": "full"},
+}
 # ranks in all, those with data of their own, flags
 SPREADS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "ddp": (2, 2, {}),
