@@ -157,7 +157,10 @@ def precompute(config: TrainConfig, session: Session, data: Data, named: str | N
     """
     folder = session.run_dir / FOLDER
     sets = {"train": data.prepared.train} | ({"validation": data.val} if data.val is not None else {})
-    model = session.group.from_main(lambda: resolve_model(replace(config.model, model=named or config.model.model)))
+    changed = replace(config.model, model=named or config.model.model, adapters=adapters)
+    model = data.model_path
+    if named is not None:
+        model = session.group.from_main(lambda: _folder_of(changed, data))
     identity = {
         "model": _stamps(model),
         "adapters": [_stamps(Path(adapter).expanduser()) for adapter in adapters],
@@ -168,7 +171,7 @@ def precompute(config: TrainConfig, session: Session, data: Data, named: str | N
     asked = session.group.from_main(lambda: _asked(folder, identity))
     if not asked:
         session.monitor.event("progress", "asking the reference model about every row, before the run's own is loaded")
-        strategy, layout = _reference(config, session, data, named, adapters)
+        strategy, layout = _reference(replace(config, model=changed), session, replace(data, model_path=model))
         for name, examples in sets.items():
             _ask(strategy, layout, examples, session, folder / name)
         del strategy  # the last that holds the reference
@@ -220,21 +223,18 @@ def _folder_of(named: ModelConfig, data: Data) -> Path:
     return folder
 
 
-def _reference(
-    config: TrainConfig, session: Session, data: Data, named: str | None, adapters: list[str]
-) -> tuple[Strategy, Layout]:
-    """The reference, spread as the run is, and how batches are laid out for it."""
-    changed = replace(config, model=replace(config.model, model=named or config.model.model, adapters=adapters))
-    if not adapters:  # a new adapter adds nothing, and makes the weights be held as they are beside the trained one
+def _reference(config: TrainConfig, session: Session, data: Data) -> tuple[Strategy, Layout]:
+    """The reference, spread as the run is, and how batches are laid out for it.
+
+    Args:
+        config: of the run, but for the model, which is the reference; its folder is that of `data`.
+    """
+    changed = config
+    if not config.model.adapters:  # a new one adds nothing, and makes the weights be held as beside the trained one
         full = config.tuner.tuner_type == "full"
-        changed = replace(changed, tuner=TunerConfig(tuner_type="full" if full else "lora"))
-    where = (
-        data
-        if named is None
-        else replace(data, model_path=session.group.from_main(lambda: _folder_of(changed.model, data)))
-    )
+        changed = replace(config, tuner=TunerConfig(tuner_type="full" if full else "lora"))
     notes = list(session.notes)
-    model = build_model(changed, session, where, CAUSAL_LM)
+    model = build_model(changed, session, data, CAUSAL_LM)
     session.notes[:] = notes  # what is said of the model that is trained comes with it
     layout = build_layout(
         config,
