@@ -129,7 +129,10 @@ class DistillConfig:
     teacher_model_server: str | None = setting(
         None, help="teacher: address of an OpenAI endpoint that gives log-probabilities of prompts"
     )
-    teacher_logits: str | None = setting(None, help="teacher: folder of its top-k logits, worked out beforehand")
+    teacher_logits: str | None = setting(
+        None,
+        help="teacher: folder of its likeliest tokens; with teacher_model, it is filled before step 1 if it isn't there",
+    )
     teacher_self: bool = setting(
         False, help="teacher: the model itself, with its adapter switched off, or with teacher_prompt"
     )

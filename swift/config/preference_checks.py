@@ -339,6 +339,15 @@ _TEACHERS = ("teacher_model", "teacher_model_server", "teacher_logits", "teacher
 
 def _teacher(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
     given = [name for name in _TEACHERS if values[name]]
+    keeps = given == ["teacher_model", "teacher_logits"] or given == ["teacher_logits", "teacher_model"]
+    if keeps:  # asked once about all rows; what it says is kept in the folder
+        given = ["teacher_model"]
+        if values["gkd_logits_topk"] is None:
+            yield fault(
+                "teacher_logits gkd_logits_topk",
+                "teacher_logits keep a teacher's likeliest tokens, and gkd_logits_topk doesn't say how many",
+                "--gkd_logits_topk 64",
+            )
     if not given:
         yield fault(
             "teacher_model",
@@ -369,7 +378,7 @@ def _teacher(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
             "--gkd_logits_topk 20",
         )
     folder = values["teacher_logits"]
-    if folder and not Path(folder).expanduser().is_dir():
+    if folder and not keeps and not Path(folder).expanduser().is_dir():
         yield fault("teacher_logits", f"there is no folder {folder} of a teacher's logits")
     if values["topk_tail"] is not None and values["gkd_logits_topk"] is None and not folder:
         yield fault(
@@ -399,6 +408,12 @@ def _distillation(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
             "on_policy_objective lmbda",
             "on_policy_objective is for the model's own answers, and with lmbda 0 there are none",
             "--lmbda 1",
+        )
+    if values["on_policy_objective"] == "policy_gradient" and not (values["teacher_model"] or values["teacher_self"]):
+        yield fault(
+            "on_policy_objective",
+            "the policy gradient needs a teacher that runs here",
+            "--teacher_model FOLDER, or --on_policy_objective jsd",
         )
     if (generated or values["seq_kd"]) and values["temperature"] == 0:
         yield fault("temperature", "temperature must be above 0: answers are sampled", "0.9 is the default")

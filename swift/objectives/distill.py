@@ -50,7 +50,9 @@ class DistillBatch(Protocol):
     target_weights: torch.Tensor  # fp32 [targets]
     facts: dict[str, torch.Tensor]
     sequences: Any  # None, or what has `step`, the numbers of the whole optimiser step
-    weight: float
+
+    @property
+    def weight(self) -> float: ...
 
 
 class Distillation(NamedTuple):
