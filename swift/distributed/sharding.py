@@ -245,7 +245,8 @@ class UsedParameters:
             watched.update(parts)
             self._watch_unit(unit, parts)
         for parameter, name in self._names.items() if not watched else ():
-            parameter.register_post_accumulate_grad_hook(partial(self._note, name))
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._note, name))
 
     def _watch_unit(self, unit: nn.Module, parts: list[nn.Module]) -> None:
         """Gradients arrive at the gathered parameters, which exist from the unit's first forward pass on."""
@@ -259,7 +260,9 @@ class UsedParameters:
         def watch(*_: Any) -> None:
             for part, own, name in places:
                 parameter = part._parameters[own]
-                if parameter is not None and parameter not in self._watched:
+                if parameter is None or not parameter.requires_grad:  # of a model that is only asked
+                    continue
+                if parameter not in self._watched:
                     self._watched.add(parameter)
                     parameter.register_post_accumulate_grad_hook(partial(self._note, name))
 
