@@ -22,6 +22,7 @@ TRAINING = {
     "dpo": "rlhf",
     "kto": "rlhf",
     "reward_model": "rlhf",
+    "self_distillation": "rlhf",
 }
 RECIPES = {  # rows that are left of their data, and what each operator drops
     "clean_pretraining": (

@@ -36,6 +36,7 @@ BASE: dict[str, Any] = {
 OBJECTIVES: dict[str, dict[str, Any]] = {
     name: LOSSES[name] for name in ("sigmoid", "rpo_ld", "aot", "bco_pair", "kto", "orpo", "simpo_nll", "rm")
 }
+OBJECTIVES["gkd"] = {"rlhf_type": "gkd", "lmbda": 0.5, "max_completion_length": 5}
 TUNERS: dict[str, dict[str, Any]] = {"lora": {"tuner_type": "lora"}, "full": {"tuner_type": "full"}}
 FSDP = {"fsdp": "fsdp2"}
 # ranks in all, those with data of their own, flags
@@ -54,7 +55,7 @@ SPREADS: dict[str, tuple[int, int, dict[str, Any]]] = {
 # (loss, tuner) of each spread that `make test` runs
 QUICK: dict[str, list[tuple[str, str]]] = {
     "ddp": [("aot", "full")],
-    "tp": [("rm", "lora")],
+    "tp": [("rm", "lora"), ("gkd", "lora")],
     "ring": [("rpo_ld", "lora"), ("kto", "full")],
     "pp": [("kto", "lora"), ("rm", "full")],
     "zero 3": [("bco_pair", "lora"), ("sigmoid", "full")],
@@ -67,6 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of four layers, and rows."""
     root = tmp_path_factory.mktemp("spread")
     build_tiny_model(root / "model", num_hidden_layers=4)
+    build_tiny_model(root / "teacher", num_hidden_layers=2, initializer_range=0.1)
     for name, flags in OBJECTIVES.items():
         write_jsonl(root / f"{name}.jsonl", rows_of(flags, COUNT))
     return root
@@ -74,6 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(root: Path, loss: str, tuner: str, **more: Any) -> dict[str, Any]:
     given = {"model": str(root / "model"), "dataset": [str(root / f"{loss}.jsonl")]}
+    given |= {"teacher_model": str(root / "teacher")} if loss == "gkd" else {}
     return {**BASE, **OBJECTIVES[loss], **TUNERS[tuner], **given, **more}
 
 
