@@ -131,7 +131,7 @@ class DistillConfig:
     )
     teacher_logits: str | None = setting(
         None,
-        help="teacher: folder of its likeliest tokens; with teacher_model, it is filled before step 1 if it isn't there",
+        help="teacher: folder of its likeliest tokens; with teacher_model, it is filled first if it isn't there",
     )
     teacher_self: bool = setting(
         False, help="teacher: the model itself, with its adapter switched off, or with teacher_prompt"
