@@ -397,6 +397,16 @@ def _distillation(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
             "asks for",
             "--lmbda 0",
         )
+    if values["seq_kd"] and values["teacher_logits"]:
+        yield fault(
+            "seq_kd teacher_logits", "teacher_logits are of the rows' own answers, and seq_kd has others written"
+        )
+    tuner = TunerConfig(**{name: values[name] for name in TunerConfig.__dataclass_fields__})
+    why = why_not_adapter_off(tuner, values["adapters"])
+    if values["teacher_self"] and tuner.tuner_type != "full" and why:
+        yield fault(
+            "teacher_self", f"teacher_self switches the adapter off, and that isn't the model before training: {why}"
+        )
     if values["seq_kd"] and not (values["teacher_model"] or values["teacher_self"]):
         yield fault(
             "seq_kd",

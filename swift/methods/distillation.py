@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import random
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,15 +15,15 @@ import torch
 
 from swift.config.commands import RlhfConfig, TrainConfig
 from swift.config.preference import DistillConfig, settle
-from swift.core.errors import ModelError, SwiftError
+from swift.core.errors import DataError, ModelError, UsageError
 from swift.core.memory import return_free_memory
 from swift.data.encoding.encode import ChatEncoder
 from swift.data.encoding.units import UnitEncoder
 from swift.data.loading.batch import Batch, Examples, Layout
 from swift.distributed.mesh import Mesh
 from swift.inference.sampling import Sampling
-from swift.methods.distill_rows import DistillEncoder, Lesson, Wanted, lessons_of, read_system
-from swift.methods.endpoint import EndpointSettings, TeacherEndpoint
+from swift.methods.distill_rows import DistillEncoder, Lesson, Wanted, answered, lessons_of, read_system
+from swift.methods.endpoint import EndpointSettings, TeacherEndpoint, served_model
 from swift.methods.probes import scaled_logprobs
 from swift.methods.rollouts import Writing, context_of, write_anew, write_cached
 from swift.methods.teacher import Form, PresentTeacher, SelfTeacher, ServerTeacher, Teacher, texts_batch
@@ -46,6 +44,7 @@ from swift.training.trainer_parts import Callback, RankState
 
 # The key of a teacher behind an endpoint.
 API_KEY = "TEACHER_API_KEY"
+_WRITTEN = "written"  # a fact of batches whose answers the student wrote
 
 
 @dataclass
@@ -93,7 +92,13 @@ class _Objective:
     def __call__(self, hidden: torch.Tensor, head: OutputHead, batch: Batch) -> LossTerms:
         teacher = self.held.teacher.head if self.held.teacher is not None else None
         options = self.options._replace(vocab_size=self.held.form.vocab_size)
-        return DistillObjective(options, teacher or head, self.chunk)(hidden, head, batch)
+        if _WRITTEN in batch.facts:  # the likelihood is that of the rows' own answers
+            options = options._replace(sft_alpha=0.0)
+        terms = DistillObjective(options, teacher or head, self.chunk)(hidden, head, batch)
+        for name in ("agreement", "teacher_nll", *(["teacher_topk_mass"] if self.held.form.k else [])):
+            if name not in terms.sums:  # steps differ in what is known of the teacher, and not in what they log
+                terms.sums[name], terms.counts[name] = terms.loss_sum.new_zeros(()), 0.0
+        return terms
 
 
 def _objectives(held: _Held, config: TrainConfig, mesh: Mesh) -> Objectives:
@@ -117,6 +122,12 @@ def _find_teacher(held: _Held, config: TrainConfig, session: Session, data: Data
     held.form = Form(
         settings.gkd_logits_topk or 0, vocab_size, settled.distill_temperature, settled.topk_tail == "bucket"
     )
+    if data.val is not None and not answered(data.val):
+        raise DataError(
+            "no evaluation row has an answer to measure by",
+            where="--val_dataset or --split_dataset_ratio",
+            fix="give rows with answers, or none",
+        )
     sets: list[Examples] = [data.prepared.train, *([data.val] if data.val is not None else [])]
     if settings.teacher_logits:
         folder = Path(settings.teacher_logits).expanduser()
@@ -134,7 +145,7 @@ def _find_teacher(held: _Held, config: TrainConfig, session: Session, data: Data
     elif settings.teacher_model_server:
         url = settings.teacher_model_server.rstrip("/")
         key = API_KEY if os.environ.get(API_KEY) else None
-        name = session.group.from_main(lambda: _served_model(url, key))
+        name = session.group.from_main(lambda: served_model(url, key))
         endpoint = TeacherEndpoint(EndpointSettings(url, name, k=held.form.k, api_key_env=key), data.tokenizer)
         held.teacher = ServerTeacher(endpoint, held.form, session)
         session.notes.append(f"the teacher is {name} at {url}, asked for its {held.form.k} likeliest tokens")
@@ -155,26 +166,6 @@ def _load(config: TrainConfig, session: Session, data: Data, form: Form, setting
     return load_teacher(config, session, data, form, source)
 
 
-def _served_model(url: str, key: str | None) -> str:
-    """The name of the first model that an endpoint serves.
-
-    Raises:
-        SwiftError: it doesn't answer, or serves none.
-    """
-    request = urllib.request.Request(f"{url}/models")
-    if key:
-        request.add_header("Authorization", f"Bearer {os.environ[key]}")
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return str(json.load(answer)["data"][0]["id"])
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise SwiftError(
-            f"the teacher's endpoint doesn't say which model it serves: {error}",
-            where=f"--teacher_model_server {url}",
-            fix=f"the address of an OpenAI-like API, such as http://localhost:8000/v1; a key goes into {API_KEY}",
-        ) from error
-
-
 # --- before each step ---
 
 
@@ -183,6 +174,7 @@ class DistillLookAhead:
     """Writes the step's answers where somebody is to write them, and asks the teacher about all texts.
 
     Attributes:
+        coupled: no.
         teacher: who is asked. layout: how texts share a batch.
         student: the whole model, if this process has it and can run it alone; else None.
         writing: how answers are written.
@@ -196,6 +188,7 @@ class DistillLookAhead:
     writing: Writing
     seed: int
     student: torch.nn.Module | None = None
+    coupled: bool = False
     callbacks: list[Callback] = field(default_factory=list)
     rank_states: dict[str, RankState] = field(default_factory=dict)
 
@@ -208,6 +201,8 @@ class DistillLookAhead:
         for number, some in enumerate(lessons):
             batch = texts_batch([lesson.student for lesson in some], self.layout)
             batch.refs = [lesson.ref for lesson in some]
+            if own:
+                batch.facts[_WRITTEN] = torch.ones(len(batch.target_index), dtype=torch.bool)
             if own and self.settings.on_policy_objective == "policy_gradient":
                 present = cast(PresentTeacher, self.teacher)  # the settings were checked
                 probe = scaled_logprobs(self.form.vocab_size, self.form.temperature)
@@ -223,7 +218,8 @@ class DistillLookAhead:
 
     def _rewritten(self, strategy: Strategy, lessons: list[list[Lesson]], own: bool) -> list[list[Lesson]]:
         flat = [lesson for some in lessons for lesson in some]
-        seeds = [f"{self.seed}/{self.session.state.step}/{lesson.ref}" for lesson in flat]
+        rows = [f"{Path(lesson.ref.file).name}:{lesson.ref.line}" for lesson in flat]  # data may move between runs
+        seeds = [f"{self.seed}/{self.session.state.step}/{row}" for row in rows]
         prompts = [lesson.prompt(lesson.student if own else lesson.teacher).tolist() for lesson in flat]
         answers = iter(self._write(strategy, prompts, seeds, own))
         return [[lesson.with_answer(next(answers)) for lesson in some] for some in lessons]
@@ -247,6 +243,12 @@ def _look_ahead(held: _Held, around: Surroundings) -> LookAhead:
     if teacher is None:
         wholes = [model.whole] if model.spread is None else [chunk.whole for chunk in model.spread.chunks]
         off = [] if config.tuner.tuner_type == "full" else wholes
+        if off and not held.form.k and not model.head.plain:
+            raise UsageError(
+                "an adapter of the output head can't be switched off for the teacher alone",
+                where="--teacher_self true",
+                fix="--gkd_logits_topk 64, or --target_modules without the head",
+            )
         teacher = SelfTeacher(off, layout, held.form, session, model.whole if alone else None)
         session.notes.append("the teacher is the model itself" + (", with its adapter switched off" if off else ""))
     return DistillLookAhead(

@@ -50,6 +50,9 @@ _MAX_WAIT_S = 60.0
 _ID = "token_id:"
 
 
+_HERE = ("localhost", "127.0.0.1", "::1")
+
+
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     """Following one would send the key to whom it names."""
 
@@ -115,7 +118,7 @@ class TeacherEndpoint:
             raise UsageError(
                 "k and concurrency must be at least 1, the time-out above 0, retries not below", where=WHERE
             )
-        if address.hostname not in ("localhost", "127.0.0.1", "::1"):
+        if address.hostname not in _HERE:
             require_network(settings.base_url)
         self._key = None
         if settings.api_key_env is not None:
@@ -291,3 +294,28 @@ def _seconds(header: str | None) -> float | None:
         return max(0.0, float(header)) if header else None
     except ValueError:
         return None
+
+
+def served_model(base_url: str, api_key_env: str | None = None) -> str:
+    """The name of the first model that an endpoint serves.
+
+    Args:
+        base_url: address up to /v1. api_key_env: environment variable that holds the key; None sends none.
+
+    Raises:
+        NetworkError: it doesn't answer, or serves none; or the network is forbidden.
+    """
+    url = f"{base_url}/models"
+    if urlsplit(url).hostname not in _HERE:
+        require_network(base_url)
+    headers = {"Authorization": f"Bearer {os.environ[api_key_env]}"} if api_key_env else {}
+    opener = urllib.request.build_opener(_NoRedirects())  # another host must not get the key
+    try:
+        with opener.open(urllib.request.Request(url, headers=headers), timeout=30) as answer:
+            return str(json.load(answer)["data"][0]["id"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError, http.client.HTTPException) as error:
+        raise NetworkError(
+            f"the teacher's endpoint doesn't say which model it serves: {error}",
+            where=url,
+            fix="name the address of an OpenAI-like API up to /v1, such as http://localhost:8000/v1",
+        ) from error

@@ -62,6 +62,7 @@ class PreferenceLookAhead:
     data_ranks: ProcessGroup
     shared: bool = False
     reference: Callable[[], AbstractContextManager[None]] | None = None
+    coupled: bool = True
     callbacks: list[Callback] = field(default_factory=list)
     rank_states: dict[str, RankState] = field(default_factory=dict)
     rewards: RunningMean = field(default_factory=RunningMean)

@@ -37,6 +37,7 @@ class TaskLookAhead:
     objective: (
         ClassificationObjective | TokenClassificationObjective | EmbeddingObjective | RerankerObjective | MeanPooled
     )
+    coupled: bool = True
     callbacks: list[Callback] = field(default_factory=list)
     rank_states: dict[str, RankState] = field(default_factory=dict)
 

@@ -100,6 +100,18 @@ def load_teacher(config: TrainConfig, session: Session, data: Data, form: Form, 
     Raises:
         UsageError: it can't be held in the way that was asked for.
     """
+    if len(source.adapters) > 1:
+        raise UsageError(
+            "only one adapter can be on a teacher",
+            where="--teacher_adapters",
+            fix="merge the others first: swift merge-lora",
+        )
+    if source.offload and session.layout.spread:
+        raise UsageError(
+            "a teacher that is spread over processes stays where it is",
+            where="--offload_teacher_model true",
+            fix="leave it out",
+        )
     settings = teacher_settings(config.model, source)
     data = replace(data, model_path=source.path)
     layout = Layout(pad_token_id=int(data.tokenizer.pad_token_id or 0))
@@ -124,7 +136,7 @@ def load_teacher(config: TrainConfig, session: Session, data: Data, form: Form, 
     session.notes += [f"the teacher: {beyond}"] if beyond else []
     whole: nn.Module = model
     for folder in settings.adapters:
-        whole = Swift.from_pretrained(whole, Path(folder).expanduser(), adapter_name=f"teacher_{folder}")
+        whole = Swift.from_pretrained(whole, Path(folder).expanduser())
     whole = whole.requires_grad_(False).eval()
     objective = CausalLM()
     head = find_head(decoder_owner(whole))

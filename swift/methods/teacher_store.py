@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from swift.core.errors import DataError
-from swift.data.loading.batch import Examples, Tokens
+from swift.data.loading.batch import Examples, Tokens, tokens_of
 from swift.data.rows import RowRef
 from swift.data.token_files.shards import checksum
-from swift.methods.distill_rows import Lesson, student_texts
+from swift.data.units import Kind, Unit
+from swift.methods.distill_rows import Lesson, unit_texts
 from swift.methods.teacher import Facts, Form, best_facts
 from swift.methods.teacher_model import ModelTeacher
 from swift.methods.topk_store import MANIFEST, BestTokens, StoreHeader, TopkStore, TopkWriter, finish_store
@@ -32,7 +33,8 @@ class StoreTeacher:
     head: OutputHead | None = field(default=None, init=False)
 
     def tell(self, strategy: Strategy, lessons: Sequence[Lesson]) -> Facts:
-        found = [self.store.read(lesson.teacher.ids, lesson.teacher.weights) for lesson in lessons]
+        asked = [lesson.student for lesson in lessons if lesson.answered]
+        found = [self.store.read(text.ids, text.weights) for text in asked]
         return best_facts(found, self.form, stored=self.store.header.temperature)
 
 
@@ -55,7 +57,7 @@ def open_store(folder: Path, vocab_size: int, sets: Sequence[Examples]) -> TopkS
             fix="take a teacher with the model's tokenizer",
         )
     for examples in sets:
-        sums = [checksum(text.ids, text.weights) for text in student_texts(examples)]
+        sums = [checksum(text.ids, text.weights) for text, _ in _answered(examples)]
         store.require(np.array(sums, dtype=np.uint64))
     return store
 
@@ -70,16 +72,16 @@ def ask_about_all(teacher: ModelTeacher, form: Form, sets: Sequence[Examples], s
     data, writes = mesh["dp"], not (mesh["tp"].rank or mesh["pp"].rank or mesh["cp"].rank)
     header = StoreHeader(form.k, form.vocab_size, form.temperature, teacher=folder.name)
     writer = TopkWriter(folder, header, part=data.rank) if writes else None
-    chunks = _chunks([text for examples in sets for text in student_texts(examples)])
+    chunks = _chunks([pair for examples in sets for pair in _answered(examples)])
     try:
         for turn in range(-(-len(chunks) // data.size)):
             number = turn * data.size + data.rank
-            texts = chunks[number] if number < len(chunks) else []
-            lessons = [Lesson(text, text, True, RowRef("", 0)) for text in texts]
+            pairs = chunks[number] if number < len(chunks) else []
+            lessons = [Lesson(student, teacher, True, RowRef("", 0)) for student, teacher in pairs]
             facts = teacher.tell(teacher.strategy, lessons)
             ids, logps = facts["teacher_topk_ids"].numpy(), facts["teacher_topk_logps"].float().numpy()
             at = 0
-            for text in texts if writer is not None else ():
+            for text, _ in pairs if writer is not None else ():
                 here = slice(at, at + int(np.count_nonzero(text.weights[1:])))
                 at = here.stop
                 assert writer is not None
@@ -94,13 +96,22 @@ def ask_about_all(teacher: ModelTeacher, form: Form, sets: Sequence[Examples], s
     session.group.from_main(lambda: finish_store(folder, parts=data.size))
 
 
-def _chunks(texts: list[Tokens]) -> list[list[Tokens]]:
-    chunks: list[list[Tokens]] = []
+def _answered(examples: Examples) -> Iterator[tuple[Tokens, Tokens]]:
+    """What student and teacher read of each example that has an answer."""
+    for index in range(len(examples)):
+        example = tokens_of(examples, index)
+        if Unit.read(example.notes).kinds[0] == Kind.CHOSEN:
+            texts = unit_texts(example)
+            yield texts[0], texts[min(1, len(texts) - 1)]
+
+
+def _chunks(pairs: list[tuple[Tokens, Tokens]]) -> list[list[tuple[Tokens, Tokens]]]:
+    chunks: list[list[tuple[Tokens, Tokens]]] = []
     room = 0
-    for text in texts:
-        if len(text.ids) > room or not chunks:
+    for student, teacher in pairs:
+        if len(teacher.ids) > room or not chunks:
             chunks.append([])
-            room = max(_TOKENS_AT_ONCE, len(text.ids))
-        chunks[-1].append(text)
-        room -= len(text.ids)
+            room = max(_TOKENS_AT_ONCE, len(teacher.ids))
+        chunks[-1].append((student, teacher))
+        room -= len(teacher.ids)
     return chunks

@@ -33,7 +33,7 @@ def evaluate(
     the random generators, so a run with evaluations trains as one without.
 
     Args:
-        look_ahead: takes the whole evaluation for one step.
+        look_ahead: takes the whole evaluation for one step, if it couples micro-batches.
         annotate: adds facts to batches.
     """
     data = strategy.mesh["dp"]
@@ -41,10 +41,13 @@ def evaluate(
     totals: dict[str, list[float]] = {}
     with as_in_evaluation(strategy.module):
         batches = evaluation_batches(examples, layout, **places, annotate=annotate)
-        if look_ahead is not None:
+        if look_ahead is not None and look_ahead.coupled:
             batches = iter(known := list(batches))
             look_ahead(strategy, known, training=False)
         for batch in batches:
+            if look_ahead is not None and not look_ahead.coupled:
+                look_ahead(strategy, one := [batch], training=False)
+                batch = one[0]
             terms = strategy.evaluate(batch)
             found = {"loss": (float(terms.loss_sum), terms.weight)}
             found |= {name: (float(value), terms.counts[name]) for name, value in terms.sums.items()}

@@ -38,9 +38,11 @@ class LookAhead(Protocol):
     It fills `facts` of the batches and of their sequences, and the sequences' `step`. All ranks call it at once.
 
     Attributes:
+        coupled: whether micro-batches of a step depend on each other; an evaluation is one step then.
         callbacks: of the trainer, that go with it; rank_states: what it remembers, for checkpoints.
     """
 
+    coupled: bool
     callbacks: list[Callback]
     rank_states: dict[str, RankState]
 

@@ -210,6 +210,31 @@ def test_best_tokens_are_kept_and_taken_again(run, teacher_dir: Path, write_rows
         run("third", **kept, dataset=[str(others)])
 
 
+def test_a_teacher_may_carry_an_adapter(run) -> None:
+    """And it isn't the teacher without it. What the student writes has no likelihood of its own in the loss."""
+    adapted = run("adapted", learning_rate=0.05, max_steps=4)
+    plain = run("plain", max_steps=1)
+    taught = run("taught", max_steps=1, teacher_adapters=[str(adapted.last_checkpoint)])
+    assert lines(plain)[0]["loss"] != pytest.approx(lines(taught)[0]["loss"], rel=1e-3)
+    own = [run(f"own{alpha}", lmbda=1.0, sft_alpha=alpha, max_steps=1) for alpha in (0.0, 5.0)]
+    assert lines(own[0])[0]["loss"] == lines(own[1])[0]["loss"]
+
+
+def test_rows_may_tell_the_teacher_more(run, teacher_dir: Path, write_rows: Any, tmp_path: Path) -> None:
+    """Kept on disk as well; and evaluation is measured batch by batch."""
+    rows = [
+        {**row, "teacher_prompt": [{"role": "user", "content": "Say it " + "again " * (i % 3 + 1)}]}
+        for i, row in enumerate(talks(8))
+    ]
+    data = [str(write_rows(tmp_path / "told.jsonl", rows))]
+    flags = {"dataset": data, "val_dataset": data, "gkd_logits_topk": 8, "max_steps": 2}
+    asked = run("asked", **flags)
+    kept = run("kept", **flags, teacher_model=str(teacher_dir), teacher_logits=str(tmp_path / "logits"))
+    assert kept.metrics["eval_loss"] == pytest.approx(asked.metrics["eval_loss"], rel=1e-2)
+    untold = run("untold", **{**flags, "dataset": [str(write_rows(tmp_path / "untold.jsonl", talks(8)))]})
+    assert lines(untold)[0]["loss"] != pytest.approx(lines(asked)[0]["loss"], rel=1e-2)
+
+
 def test_a_teacher_behind_an_address(run, teacher_dir: Path) -> None:
     """The same model as a server: the run is that of a local teacher's best tokens."""
     model = tf.AutoModelForCausalLM.from_pretrained(teacher_dir)
