@@ -18,7 +18,7 @@ FLOORS = [
     {"data", "models", "distributed"},
     {"objectives", "optim", "checkpoint", "monitor", "quantization"},
     {"training", "inference"},
-    {"methods", "rl", "planner", "resilience", "evaluation", "export", "federated"},
+    {"methods", "serving", "rl", "planner", "resilience", "evaluation", "export", "federated"},
     {"commands"},
     {"cli", "studio"},
 ]

@@ -1,0 +1,49 @@
+"""How a model is run for answers: by which engine, in how much memory, how many requests together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from swift.config.fields import setting
+
+InferBackend = Literal["auto", "swift", "transformers", "vllm", "sglang", "lmdeploy", "llamacpp", "openvino"]
+
+
+@dataclass
+class EngineConfig:
+    """Engine"""
+
+    infer_backend: InferBackend = setting(
+        "auto", help="what runs the model; auto: vllm where it is installed and there is a GPU, else swift"
+    )
+    max_batch_size: int = setting(
+        32, help="requests computed together at most", aliases=("max_num_seqs", "vllm_max_num_seqs")
+    )
+    max_batch_tokens: int = setting(
+        512, help="tokens of a forward pass at most; longer prompts come in chunks", aliases=("max_num_batched_tokens",)
+    )
+    kv_cache_gib: float | None = setting(
+        None, help="memory for keys and values, GiB; default: a quarter of what is free, 4 at most on a CPU"
+    )
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", help="precision of keys and values; auto: the model's"
+    )
+    block_size: int = setting(16, help="tokens of a block of the KV cache")
+    enable_prefix_caching: bool = setting(
+        True, help="prompts that begin alike are computed once", aliases=("vllm_enable_prefix_caching",)
+    )
+    weight_format: Literal["auto", "bfloat16", "int8", "int4"] = setting(
+        "auto", help="how linear layers are held and multiplied on a CPU; auto: exact, as the model's dtype says"
+    )
+    speculative: Literal["none", "prompt_lookup", "draft"] = setting(
+        "none", help="guess tokens ahead, from the text so far or by a smaller model; answers stay the same"
+    )
+    draft_model: str | None = setting(None, help="smaller model of the same vocabulary, for --speculative draft")
+    num_draft_tokens: int = setting(4, help="tokens guessed ahead")
+    max_latency_ms: float | None = setting(
+        None, help="wanted time between two tokens of an answer; batches adapt to keep it"
+    )
+    warmup_file: str | None = setting(
+        None, help="prompts (any rows that infer reads) computed before the first request, kept in the prefix cache"
+    )
