@@ -20,8 +20,8 @@ class Structure:
     """What the text of an answer has to look like.
 
     Attributes:
-        kind: `json_schema` (`value` is a JSON schema as text), `json` (any JSON object), `regex`, `grammar` (EBNF with a
-            rule `root`), `choice` (`value` is a JSON array of strings).
+        kind: `json_schema` (`value` is a JSON schema as text), `json` (any JSON object), `regex`, `grammar` (EBNF with
+            a rule `root`), `choice` (`value` is a JSON array of strings).
         value: see `kind`.
     """
 

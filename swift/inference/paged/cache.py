@@ -25,7 +25,7 @@ class KVCache:
 
     Args:
         layers: one for each attention layer.
-        num_blocks: blocks that requests can have; one more is made for what must be written somewhere and is never read.
+        num_blocks: blocks that requests can have; one more is made for what is written and never read.
         block_size: tokens of a block.
         dtype, device: of the tensors.
 

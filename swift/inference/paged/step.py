@@ -1,9 +1,9 @@
 """One forward pass as the layers see it: which rows belong to which request, and where their keys and values lie.
 
 A step packs tokens of many requests into one row of `num_rows` tokens. A *span* is what one request has in it:
-consecutive tokens, of its prompt or its newest ones. Each token's key and value go to a *slot* of the cache (block number
-times block size, plus the place inside), and a token attends to all tokens of its request up to itself, found through
-the request's table of blocks.
+consecutive tokens, of its prompt or its newest ones. Each token's key and value go to a *slot* of the cache (block
+number times block size, plus the place inside), and a token attends to all tokens of its request up to itself, found
+through the request's table of blocks.
 """
 
 from __future__ import annotations
