@@ -12,9 +12,9 @@ from typing import Any
 _INCOMPLETE = "\ufffd"
 
 
-def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The text of `tokens` without special tokens, spaces exactly as the tokens have them."""
-    return tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def decode(tokenizer: Any, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    """The text of `tokens`, spaces exactly as the tokens have them."""
+    return tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
 
 class IncrementalDecoder:
@@ -25,8 +25,9 @@ class IncrementalDecoder:
     short window that begins at an earlier piece and takes what the new tokens added to it.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._tokens: list[int] = []
         self._window = 0  # where the decoded window begins
         self._emitted = 0  # tokens before this index are out already
@@ -47,8 +48,11 @@ class IncrementalDecoder:
         return piece
 
     def _pending(self) -> str:
-        known = decode(self._tokenizer, self._tokens[self._window : self._emitted])
-        return decode(self._tokenizer, self._tokens[self._window :])[len(known) :]
+        known = self._decode(self._tokens[self._window : self._emitted])
+        return self._decode(self._tokens[self._window :])[len(known) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return decode(self._tokenizer, tokens, skip_special_tokens=self._skip_special_tokens)
 
 
 class StopScanner:
@@ -58,6 +62,7 @@ class StopScanner:
         self._words = [word for word in stop_words if word]
         self._held = ""
         self.stopped = False
+        self.word: str | None = None  # the one that appeared
 
     def push(self, piece: str) -> str:
         """The part of the text so far that can be shown: it can't turn into a stop word any more."""
@@ -67,6 +72,7 @@ class StopScanner:
         cut = find_stop(text, self._words)
         if cut is not None:
             self.stopped, self._held = True, ""
+            self.word = next(word for word in self._words if text.startswith(word, cut))
             return text[:cut]
         keep = max((_overlap(text, word) for word in self._words), default=0)
         self._held = text[len(text) - keep :]
@@ -76,6 +82,32 @@ class StopScanner:
         """What was held back, once no more text will come."""
         held, self._held = self._held, ""
         return held
+
+
+class AnswerText:
+    """The text of an answer while its tokens come.
+
+    Args:
+        stop_words: texts that end it; an empty sequence for none.
+        skip_special_tokens: special tokens don't show.
+    """
+
+    def __init__(self, tokenizer: Any, stop_words: Sequence[str] = (), *, skip_special_tokens: bool = True) -> None:
+        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._scanner = StopScanner(stop_words)
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop word that ended the text."""
+        return self._scanner.word
+
+    def push(self, token: int) -> str:
+        """Take one more token; returns the text that is certain now."""
+        return self._scanner.push(self._decoder.push(token))
+
+    def flush(self) -> str:
+        """What was held back, once no more tokens will come."""
+        return self._scanner.push(self._decoder.flush()) + self._scanner.flush()
 
 
 def find_stop(text: str, words: Sequence[str]) -> int | None:

@@ -1,0 +1,262 @@
+"""The program's own engine as a backend: a Hugging Face model, unmodified, over a paged KV cache.
+
+Puts the engine's parts together and passes orders to its thread. What a request may ask for is checked here, in the
+caller's thread, so that the engine meets only what it can do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swift.config.engine import EngineConfig
+from swift.core.devices import detect_device
+from swift.core.errors import DataError, ModelError, UsageError
+from swift.core.logging import get_logger
+from swift.inference.backends.base import EngineStats, ModelInfo
+from swift.inference.choosing.chooser import Chooser, check_params
+from swift.inference.choosing.drafting import Drafter, PromptLookup
+from swift.inference.paged.adapters import AdapterSlots
+from swift.inference.paged.attention import PAGED
+from swift.inference.paged.blocks import BlockPool
+from swift.inference.paged.cache import KVCache, LayerShape
+from swift.inference.paged.core import EngineCore, Parts
+from swift.inference.paged.fit import layer_shapes, paged_unsupported_reason, prove_paged
+from swift.inference.paged.linear import serve_linears
+from swift.inference.paged.loop import EngineLoop
+from swift.inference.paged.runner import ModelRunner
+from swift.inference.paged.scheduler import Limits, Scheduler
+from swift.inference.paged.weights import ServedWeights
+from swift.inference.requests import Request, Sink
+from swift.models.head import find_decoder
+from swift.models.memory import free_memory_bytes
+
+log = get_logger("inference")
+
+_GIB = 1 << 30
+_MOST_ON_CPU = 4 * _GIB
+_LOGPROBS = 1000  # most likely tokens that a request may ask for
+_FALLBACK_CONTEXT = 1 << 20
+
+
+class SwiftBackend:
+    """See `Backend`.
+
+    Args:
+        model: a causal language model of transformers, in evaluation mode. It is the engine's from now on: its linear
+            layers and its attention are exchanged.
+        tokenizer: of the model.
+        config: settings of the engine.
+        stop_token_ids: what ends an answer.
+        owned: nobody else needs the model's weights as they were; they are then held in the engine's form only.
+
+    Raises:
+        ModelError: the model can't be run this way, or no block of the cache fits into memory.
+    """
+
+    name = "swift"
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        config: EngineConfig,
+        *,
+        stop_token_ids: Sequence[int],
+        owned: bool = True,
+    ) -> None:
+        reason = paged_unsupported_reason(model)
+        if reason is not None:
+            raise ModelError(
+                f"the engine can't run {type(model).__name__}: {reason}",
+                where="--infer_backend swift",
+                fix="--infer_backend transformers",
+            )
+        self._model = model.eval()
+        self._config = config
+        self._shapes = layer_shapes(model)
+        device = model.get_input_embeddings().weight.device
+        self._dtype = model.dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
+        serve_linears(model, weight_format=config.weight_format, owned=owned)
+        model.set_attn_implementation(PAGED)
+        self._device = device
+        self._num_blocks = self._blocks_that_fit(device)
+        self._runner = ModelRunner(model, self._new_cache())
+        pool = BlockPool(self._num_blocks, config.block_size, caching=config.enable_prefix_caching)
+        self._pool = pool
+        self._adapters = AdapterSlots(model)
+        self._weights = ServedWeights(model)
+        context = min(_context_length(model), self._num_blocks * config.block_size)
+        vocab_size = model.get_input_embeddings().weight.shape[0]
+        self._info = ModelInfo(
+            context_length=context,
+            vocab_size=vocab_size,
+            stop_token_ids=tuple(stop_token_ids),
+            features=frozenset(
+                {
+                    "logprobs",
+                    "prompt_logprobs",
+                    "structure",
+                    "beams",
+                    "penalties",
+                    "logit_bias",
+                    "min_p",
+                    "adapters",
+                    "weight_update",
+                    "sleep",
+                }
+            ),
+            max_logprobs=_LOGPROBS,
+        )
+        if context < _context_length(model):
+            log.info("the KV cache holds %d tokens, fewer than the model's context", context)
+        self._chooser = Chooser(vocab_size, device, tokenizer)
+        self._core = EngineCore(
+            Parts(
+                runner=self._runner,
+                scheduler=Scheduler(pool, Limits(config.max_batch_size, config.max_batch_tokens)),
+                chooser=self._chooser,
+                adapters=self._adapters,
+                tokenizer=tokenizer,
+                stop_token_ids=frozenset(stop_token_ids),
+                context_length=context,
+                drafter=_drafter(config),
+                num_drafts=config.num_draft_tokens,
+            )
+        )
+        self._loop = EngineLoop(self._core)
+        self._asleep = False
+        # a thread inside of torch while the interpreter ends would crash it
+        self._finalizer = weakref.finalize(self, self._loop.close)
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def start(self) -> None:
+        prove_paged(self._model, find_decoder(self._model))
+        self._loop.start()
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        check_prompt(request.prompt, self._info)
+        check_params(request.params, self._info)
+        self._chooser.check(request.params)
+        if request.adapter is not None:
+            self._adapters.slot(request.adapter)
+        if self._asleep:
+            raise UsageError("the engine sleeps", fix="wake() it first")
+        self._loop.submit(request, sink)
+
+    def cancel(self, request_id: str) -> None:
+        self._loop.cancel(request_id)
+
+    def stats(self) -> EngineStats:
+        scheduler = self._core.scheduler
+        return replace(
+            self._core.stats,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            blocks_used=self._pool.num_used,
+            blocks_total=self._pool.num_blocks,
+            adapters=list(self._adapters.names),
+            asleep=self._asleep,
+        )
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        self._loop.call(lambda: self._adapters.load(name, folder))
+
+    def unload_adapter(self, name: str) -> None:
+        def unload() -> None:
+            slot = self._adapters.slot(name)
+            self._adapters.unload(name)
+            self._core.forget_texts([slot])
+
+        self._loop.call(unload, idle=True)
+
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        def update() -> None:
+            self._weights.update(tensors)
+            self._core.forget_texts()
+
+        self._loop.call(update, idle=True)
+
+    def sleep(self, level: int = 1) -> None:
+        def fall_asleep() -> None:
+            self._asleep = True
+            self._core.forget_texts()
+            self._runner.cache = None
+            self._weights.sleep(level)
+
+        if level not in (1, 2):
+            raise UsageError(f"there is no sleep of level {level}", fix="1 keeps the weights, 2 forgets them")
+        self._loop.call(fall_asleep, idle=True)
+
+    def wake(self) -> None:
+        def awake() -> None:
+            self._weights.wake()
+            self._runner.cache = self._new_cache()
+            self._asleep = False
+
+        self._loop.call(awake)
+
+    def _new_cache(self) -> KVCache:
+        return KVCache(self._shapes, self._num_blocks, self._config.block_size, self._dtype, self._device)
+
+    def _blocks_that_fit(self, device: torch.device) -> int:
+        """Blocks in the memory that the cache may have."""
+        size = KVCache.block_bytes(self._shapes, self._config.block_size, self._dtype)
+        if self._config.kv_cache_gib is not None:
+            budget = int(self._config.kv_cache_gib * _GIB)
+        else:
+            free = free_memory_bytes(detect_device(device.index or 0, device.type))
+            # the rest of an accelerator is for what a step computes; on a CPU others want memory as well
+            budget = min(free // 4, _MOST_ON_CPU) if device.type == "cpu" else int(free * 0.8)
+        # no more than all requests could use: a small model's cache needn't be gigabytes
+        context = _context_length(self._model)
+        most = -(-context // self._config.block_size) * self._config.max_batch_size
+        blocks = min(budget // size, most)
+        if blocks < 1:
+            raise ModelError(
+                f"one block of the KV cache takes {size} bytes, and {budget} are allowed",
+                where="--kv_cache_gib",
+                fix="allow more, or make --block_size smaller",
+            )
+        return int(blocks)
+
+
+def check_prompt(prompt: Sequence[int], info: ModelInfo) -> None:
+    """Refuse a prompt that can't be answered.
+
+    Raises:
+        DataError: it is empty, leaves no room for an answer, or has ids that the model doesn't know.
+    """
+    if not prompt:
+        raise DataError("the prompt is empty", fix="give at least one token of text")
+    if info.context_length is not None and len(prompt) >= info.context_length:
+        raise DataError(
+            f"the prompt has {len(prompt)} tokens; the model's context is {info.context_length} for prompt and answer",
+            fix="shorten it, or stretch the context with --rope_scaling",
+        )
+    if max(prompt) >= info.vocab_size or min(prompt) < 0:
+        wrong = max(prompt) if max(prompt) >= info.vocab_size else min(prompt)
+        raise DataError(
+            f"the prompt has the token id {wrong}, but the model has {info.vocab_size} tokens",
+            fix="use the tokenizer that belongs to the model",
+        )
+
+
+def _drafter(config: EngineConfig) -> Drafter | None:
+    return PromptLookup(config.num_draft_tokens) if config.speculative == "prompt_lookup" else None
+
+
+def _context_length(model: Any) -> int:
+    text_config = model.config.get_text_config(decoder=True)
+    return getattr(text_config, "max_position_embeddings", None) or _FALLBACK_CONTEXT

@@ -1,0 +1,56 @@
+"""Beam search among sequences: a request's beams are computed like any others, and move on together.
+
+The bookkeeping of scores is `choosing.beams`; which blocks a beam takes over is the engine's business.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from swift.inference.choosing.beams import BeamGroup
+from swift.inference.paged.sequence import Sequence
+from swift.inference.requests import Request
+
+
+class BeamSearch:
+    """One request's beams.
+
+    Args:
+        ends: ids that end a beam.
+        max_new_tokens: most tokens of the answer.
+    """
+
+    def __init__(self, request: Request, ends: frozenset[int], max_new_tokens: int) -> None:
+        self._width = request.params.num_beams
+        self._group = BeamGroup(self._width, request.params.length_penalty, ends, max_new_tokens)
+        self._scores: dict[int, torch.Tensor] = {}  # of the beams that were computed since the last move
+
+    def advance(
+        self, members: list[Sequence], sequence: Sequence, logits: torch.Tensor
+    ) -> list[tuple[Sequence, int]] | None:
+        """Take one beam's logits.
+
+        Args:
+            members: the beams, in order; the prompt alone at first.
+            sequence: one of them.
+            logits: [1, vocab].
+
+        Returns:
+            None while others are missing; then the next beams as (the one it goes on from, its new token), or nothing
+            when the search is over.
+        """
+        self._scores[members.index(sequence)] = logits.log_softmax(dim=-1)
+        if len(self._scores) < len(members):
+            return None
+        rows = torch.cat([self._scores[k] for k in range(len(members))])
+        self._scores.clear()
+        if len(rows) < self._width:  # the prompt is every beam's beginning
+            rows = rows.expand(self._width, -1)
+        moved = self._group.advance(rows)
+        if self._group.finished:
+            return []
+        return [(members[min(parent, len(members) - 1)], token) for parent, token in moved]
+
+    def best(self) -> list[int]:
+        """The answer's tokens."""
+        return list(self._group.best()[0])
