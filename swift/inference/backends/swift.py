@@ -20,13 +20,13 @@ from swift.core.errors import DataError, ModelError, UsageError
 from swift.core.logging import get_logger
 from swift.inference.backends.base import EngineStats, ModelInfo
 from swift.inference.choosing.chooser import Chooser, check_params
-from swift.inference.choosing.drafting import Drafter, PromptLookup
 from swift.inference.paged.adapters import AdapterSlots
 from swift.inference.paged.attention import PAGED
 from swift.inference.paged.blocks import BlockPool
-from swift.inference.paged.cache import KVCache, LayerShape
+from swift.inference.paged.cache import KVCache
 from swift.inference.paged.core import EngineCore, Parts
 from swift.inference.paged.fit import layer_shapes, paged_unsupported_reason, prove_paged
+from swift.inference.paged.guess import Guesser, LookupGuesser, ModelGuesser
 from swift.inference.paged.linear import serve_linears
 from swift.inference.paged.loop import EngineLoop
 from swift.inference.paged.runner import ModelRunner
@@ -54,6 +54,7 @@ class SwiftBackend:
         config: settings of the engine.
         stop_token_ids: what ends an answer.
         owned: nobody else needs the model's weights as they were; they are then held in the engine's form only.
+        draft_model: a smaller model that guesses tokens.
 
     Raises:
         ModelError: the model can't be run this way, or no block of the cache fits into memory.
@@ -69,29 +70,26 @@ class SwiftBackend:
         *,
         stop_token_ids: Sequence[int],
         owned: bool = True,
+        draft_model: Any = None,
     ) -> None:
-        reason = paged_unsupported_reason(model)
-        if reason is not None:
-            raise ModelError(
-                f"the engine can't run {type(model).__name__}: {reason}",
-                where="--infer_backend swift",
-                fix="--infer_backend transformers",
-            )
-        self._model = model.eval()
         self._config = config
-        self._shapes = layer_shapes(model)
-        device = model.get_input_embeddings().weight.device
-        self._dtype = model.dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
-        serve_linears(model, weight_format=config.weight_format, owned=owned)
-        model.set_attn_implementation(PAGED)
-        self._device = device
-        self._num_blocks = self._blocks_that_fit(device)
-        self._runner = ModelRunner(model, self._new_cache())
-        pool = BlockPool(self._num_blocks, config.block_size, caching=config.enable_prefix_caching)
+        self._served = [_Served(part, config, owned) for part in (model, draft_model) if part is not None]
+        if draft_model is not None:
+            _check_draft(model, draft_model)
+        context = _context_length(model)
+        self._num_blocks = _blocks_that_fit(self._served, config, context)
+        for served in self._served:
+            served.make_cache(self._num_blocks)
+        self._runner = self._served[0].runner
+        pool = self._new_pool()
         self._pool = pool
+        device = self._served[0].device
         self._adapters = AdapterSlots(model)
         self._weights = ServedWeights(model)
-        context = min(_context_length(model), self._num_blocks * config.block_size)
+        capacity = self._num_blocks * config.block_size
+        if capacity < context:
+            log.info("the KV cache holds %d tokens, fewer than the model's context of %d", capacity, context)
+        context = min(context, capacity)
         vocab_size = model.get_input_embeddings().weight.shape[0]
         self._info = ModelInfo(
             context_length=context,
@@ -113,8 +111,6 @@ class SwiftBackend:
             ),
             max_logprobs=_LOGPROBS,
         )
-        if context < _context_length(model):
-            log.info("the KV cache holds %d tokens, fewer than the model's context", context)
         self._chooser = Chooser(vocab_size, device, tokenizer)
         self._core = EngineCore(
             Parts(
@@ -125,8 +121,7 @@ class SwiftBackend:
                 tokenizer=tokenizer,
                 stop_token_ids=frozenset(stop_token_ids),
                 context_length=context,
-                drafter=_drafter(config),
-                num_drafts=config.num_draft_tokens,
+                guesser=self._guesser(),
             )
         )
         self._loop = EngineLoop(self._core)
@@ -139,7 +134,8 @@ class SwiftBackend:
         return self._info
 
     def start(self) -> None:
-        prove_paged(self._model, find_decoder(self._model))
+        for served in self._served:
+            prove_paged(served.model, find_decoder(served.model))
         self._loop.start()
 
     def close(self) -> None:
@@ -192,7 +188,8 @@ class SwiftBackend:
         def fall_asleep() -> None:
             self._asleep = True
             self._core.forget_texts()
-            self._runner.cache = None
+            for served in self._served:
+                served.drop_cache()
             self._weights.sleep(level)
 
         if level not in (1, 2):
@@ -202,34 +199,87 @@ class SwiftBackend:
     def wake(self) -> None:
         def awake() -> None:
             self._weights.wake()
-            self._runner.cache = self._new_cache()
+            for served in self._served:
+                served.make_cache(self._num_blocks)
             self._asleep = False
 
         self._loop.call(awake)
 
-    def _new_cache(self) -> KVCache:
-        return KVCache(self._shapes, self._num_blocks, self._config.block_size, self._dtype, self._device)
+    def _new_pool(self) -> BlockPool:
+        return BlockPool(self._num_blocks, self._config.block_size, caching=self._config.enable_prefix_caching)
 
-    def _blocks_that_fit(self, device: torch.device) -> int:
-        """Blocks in the memory that the cache may have."""
-        size = KVCache.block_bytes(self._shapes, self._config.block_size, self._dtype)
-        if self._config.kv_cache_gib is not None:
-            budget = int(self._config.kv_cache_gib * _GIB)
-        else:
-            free = free_memory_bytes(detect_device(device.index or 0, device.type))
-            # the rest of an accelerator is for what a step computes; on a CPU others want memory as well
-            budget = min(free // 4, _MOST_ON_CPU) if device.type == "cpu" else int(free * 0.8)
-        # no more than all requests could use: a small model's cache needn't be gigabytes
-        context = _context_length(self._model)
-        most = -(-context // self._config.block_size) * self._config.max_batch_size
-        blocks = min(budget // size, most)
-        if blocks < 1:
+    def _guesser(self) -> Guesser | None:
+        config = self._config
+        if len(self._served) == 2:
+            pool = BlockPool(self._num_blocks, config.block_size, caching=False)
+            return ModelGuesser(self._served[1].runner, pool, config.num_draft_tokens, config.max_batch_tokens)
+        return LookupGuesser(config.num_draft_tokens) if config.speculative == "prompt_lookup" else None
+
+
+class _Served:
+    """A model made ready for the engine, and its cache.
+
+    Raises:
+        ModelError: the engine can't run it.
+    """
+
+    def __init__(self, model: Any, config: EngineConfig, owned: bool) -> None:
+        reason = paged_unsupported_reason(model)
+        if reason is not None:
             raise ModelError(
-                f"one block of the KV cache takes {size} bytes, and {budget} are allowed",
-                where="--kv_cache_gib",
-                fix="allow more, or make --block_size smaller",
+                f"the engine can't run {type(model).__name__}: {reason}",
+                where="--infer_backend swift",
+                fix="--infer_backend transformers",
             )
-        return int(blocks)
+        self.model = model.eval()
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self._block_size = config.block_size
+        self._shapes = layer_shapes(model)
+        self._dtype = model.dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
+        serve_linears(model, weight_format=config.weight_format, owned=owned)
+        model.set_attn_implementation(PAGED)
+        self.runner = ModelRunner(model)
+
+    @property
+    def block_bytes(self) -> int:
+        return KVCache.block_bytes(self._shapes, self._block_size, self._dtype)
+
+    def make_cache(self, num_blocks: int) -> None:
+        self.runner.cache = KVCache(self._shapes, num_blocks, self._block_size, self._dtype, self.device)
+
+    def drop_cache(self) -> None:
+        self.runner.cache = None
+
+
+def _blocks_that_fit(served: list[_Served], config: EngineConfig, context: int) -> int:
+    """Blocks in the memory that the caches may have, but no more than all requests together can use."""
+    device = served[0].device
+    if config.kv_cache_gib is not None:
+        budget = int(config.kv_cache_gib * _GIB)
+    else:
+        free = free_memory_bytes(detect_device(device.index or 0, device.type))
+        # the rest of an accelerator is for what a step computes; on a CPU others want memory as well
+        budget = min(free // 4, _MOST_ON_CPU) if device.type == "cpu" else int(free * 0.8)
+    size = sum(part.block_bytes for part in served)
+    blocks = min(budget // size, -(-context // config.block_size) * config.max_batch_size)
+    if blocks < 1:
+        raise ModelError(
+            f"one block of the KV cache takes {size} bytes, and {budget} are allowed",
+            where="--kv_cache_gib",
+            fix="allow more, or make --block_size smaller",
+        )
+    return int(blocks)
+
+
+def _check_draft(model: Any, draft_model: Any) -> None:
+    """The smaller model guesses tokens of the larger one's vocabulary."""
+    wanted, given = (part.get_input_embeddings().weight.shape[0] for part in (model, draft_model))
+    if wanted != given:
+        raise UsageError(
+            f"the draft model has {given} tokens, the model {wanted}",
+            where="--draft_model",
+            fix="take a smaller model of the same family",
+        )
 
 
 def check_prompt(prompt: Sequence[int], info: ModelInfo) -> None:
@@ -251,10 +301,6 @@ def check_prompt(prompt: Sequence[int], info: ModelInfo) -> None:
             f"the prompt has the token id {wrong}, but the model has {info.vocab_size} tokens",
             fix="use the tokenizer that belongs to the model",
         )
-
-
-def _drafter(config: EngineConfig) -> Drafter | None:
-    return PromptLookup(config.num_draft_tokens) if config.speculative == "prompt_lookup" else None
 
 
 def _context_length(model: Any) -> int:

@@ -1,7 +1,7 @@
 """The engine without its thread: sequences in, steps, updates out.
 
-One step: the scheduler plans pieces, the runner computes them, the chooser chooses tokens, and each sequence is told. The
-same requests in the same order give the same answers, and an answer doesn't depend on what else is computed.
+One step: the scheduler plans pieces, the runner computes them, the chooser chooses tokens, and each sequence is told.
+The same requests in the same order give the same answers, and an answer doesn't depend on what else is computed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from swift.core.errors import SwiftError
 from swift.inference.backends.base import EngineStats
 from swift.inference.choosing.chooser import Choice, Chooser, Run
-from swift.inference.choosing.drafting import Drafter
 from swift.inference.decoding import AnswerText
 from swift.inference.paged.adapters import AdapterSlots
 from swift.inference.paged.beam_search import BeamSearch
+from swift.inference.paged.guess import Guesser
 from swift.inference.paged.runner import ModelRunner
 from swift.inference.paged.scheduler import Scheduler
 from swift.inference.paged.sequence import Piece, Sequence
@@ -35,8 +35,7 @@ class Parts:
         tokenizer: makes text.
         stop_token_ids: what ends an answer.
         context_length: most tokens of prompt and answer.
-        drafter: guesses tokens; None for none.
-        num_drafts: how many.
+        guesser: guesses tokens; None for none.
     """
 
     runner: ModelRunner
@@ -46,8 +45,7 @@ class Parts:
     tokenizer: Any
     stop_token_ids: frozenset[int]
     context_length: int
-    drafter: Drafter | None = None
-    num_drafts: int = 0
+    guesser: Guesser | None = None
 
 
 class EngineCore:
@@ -70,6 +68,11 @@ class EngineCore:
         self.stats = EngineStats()
         special = zip(parts.tokenizer.all_special_tokens, parts.tokenizer.all_special_ids, strict=True)
         self._special = dict(special)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Who waits and who runs."""
+        return self._parts.scheduler
 
     @property
     def has_work(self) -> bool:
@@ -125,7 +128,7 @@ class EngineCore:
     def step(self) -> None:
         """Compute one step and send what is new."""
         parts = self._parts
-        self._draft()
+        self._guess()
         pieces = parts.scheduler.plan()
         if not pieces:
             raise AssertionError("there are requests and nothing to compute")
@@ -133,7 +136,7 @@ class EngineCore:
         self._count(pieces)
         runs: list[Run] = []
         chosen_rows: list[torch.Tensor] = []
-        answering: list[Piece] = []
+        answering: list[Piece[Sequence]] = []
         row = 0
         for piece in pieces:
             rows = logits[row : row + len(piece.wants)]
@@ -157,7 +160,7 @@ class EngineCore:
         for piece, chosen in zip(answering, choices, strict=True):
             self._take(piece, chosen)
 
-    def _take(self, piece: Piece, chosen: list[Choice] | SwiftError) -> None:
+    def _take(self, piece: Piece[Sequence], chosen: list[Choice] | SwiftError) -> None:
         """Give a sequence its new tokens, and its owner the news."""
         sequence = piece.sequence
         if isinstance(chosen, SwiftError):
@@ -206,7 +209,7 @@ class EngineCore:
                 return word
         return last if last in params.stop_token_ids else None
 
-    def _take_prompt_logprobs(self, piece: Piece, rows: torch.Tensor) -> None:
+    def _take_prompt_logprobs(self, piece: Piece[Sequence], rows: torch.Tensor) -> None:
         """Rows of the prompt tell its next tokens; kept by position, since a prompt may be computed twice."""
         sequence = piece.sequence
         assert sequence.prompt_logprobs is not None
@@ -259,7 +262,7 @@ class EngineCore:
                 begun=True,
             )
             copied = scheduler.fork(parent, beam)
-            if copied is not None:
+            if copied is not None and cache is not None:
                 cache.copy_block(*copied)
             beam.tokens.append(token)
             beams.append(beam)
@@ -298,14 +301,15 @@ class EngineCore:
             prompt_logprobs=sequence.prompt_logprobs if first else None,
         )
 
-    def _draft(self) -> None:
+    def _guess(self) -> None:
         """Guess the next tokens of those who are answering."""
-        parts = self._parts
-        if parts.drafter is None:
+        guesser, running = self._parts.guesser, self._parts.scheduler.running
+        if guesser is None:
             return
-        for sequence in parts.scheduler.running:
-            if sequence.num_pending == 1 and sequence.beams is None and sequence.prompt_logprobs is None:
-                sequence.drafts = tuple(parts.drafter.draft(sequence.tokens, parts.num_drafts))
+        guesser.keep_only(running)
+        answering = [s for s in running if s.num_pending == 1 and s.prompt_done and s.beams is None]
+        if answering:
+            guesser.guess(answering)
 
     def _leader(self, request: Request) -> Sequence | None:
         leader = self._leaders.get(request.group) if request.group is not None else None
@@ -333,7 +337,7 @@ class EngineCore:
         for adapter in adapters:
             self._roots.pop(adapter, None)
 
-    def _count(self, pieces: list[Piece]) -> None:
+    def _count(self, pieces: list[Piece[Sequence]]) -> None:
         stats, scheduler = self.stats, self._parts.scheduler
         stats.steps += 1
         self._computed += len(pieces)

@@ -6,6 +6,7 @@ the rest in the step (`running`). Knows nothing of requests beyond their pieces.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from swift.inference.paged.step import Step, running
 from swift.models.head import find_decoder, find_head
 from swift.models.prepare import first_position
 
-# oneDNN multiplies fewer rows than this by other kernels; filled up, a row's result doesn't depend on how many there are
+# oneDNN multiplies fewer rows than this by other kernels; filled up, a row's result doesn't depend on their number
 MIN_ROWS = 4
 
 
@@ -26,19 +27,21 @@ class ModelRunner:
 
     Args:
         model: a causal language model whose attention implementation is `paged`.
-        cache: of keys and values.
+
+    Attributes:
+        cache: of keys and values; to be set before anything runs.
     """
 
-    def __init__(self, model: Any, cache: KVCache) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
-        self.cache = cache
+        self.cache: KVCache | None = None
         self._decoder = find_decoder(model)
         self._head = find_head(model)
         self._device = model.get_input_embeddings().weight.device
         self._first_position = first_position(self._decoder)
 
     @torch.inference_mode()
-    def run(self, pieces: list[Piece]) -> torch.Tensor:
+    def run(self, pieces: Sequence[Piece[Any]]) -> torch.Tensor:
         """Compute the pieces.
 
         Returns:
@@ -58,8 +61,9 @@ class ModelRunner:
             step.adapter_rows = _wanted_rows(pieces)
             return self._head.logits(rows)
 
-    def _step(self, pieces: list[Piece]) -> tuple[Step, np.ndarray, np.ndarray, list[int]]:
+    def _step(self, pieces: Sequence[Piece[Any]]) -> tuple[Step, np.ndarray, np.ndarray, list[int]]:
         """The step, ids and positions [rows], and the first row of each piece."""
+        assert self.cache is not None, "the engine sleeps"
         size = self.cache.block_size
         order = sorted(range(len(pieces)), key=lambda k: pieces[k].sequence.adapter)
         num_tokens = sum(len(piece.tokens) for piece in pieces)
@@ -89,7 +93,7 @@ class ModelRunner:
         return step, ids, positions + self._first_position, offsets
 
 
-def _wanted_rows(pieces: list[Piece]) -> list[tuple[int, int, int]]:
+def _wanted_rows(pieces: Sequence[Piece[Any]]) -> list[tuple[int, int, int]]:
     """Adapters of the rows that the head gets."""
     entries: list[tuple[int, int, int]] = []
     row = 0

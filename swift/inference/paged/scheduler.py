@@ -62,9 +62,9 @@ class Scheduler:
         queue.remove(sequence)
         self._free(sequence)
 
-    def plan(self) -> list[Piece]:
+    def plan(self) -> list[Piece[Sequence]]:
         """The pieces of the next step; empty when there is nothing to do."""
-        pieces: list[Piece] = []
+        pieces: list[Piece[Sequence]] = []
         room, preemptions = self.limits.tokens, self.preemptions
         for answering in (True, False):
             for sequence in list(self.running):
@@ -84,7 +84,7 @@ class Scheduler:
         self._admit(pieces, room)
         return pieces
 
-    def done(self, piece: Piece, accepted: int = 0) -> None:
+    def done(self, piece: Piece[Sequence], accepted: int = 0) -> None:
         """Take note that a piece was computed; full blocks become known to the prefix cache.
 
         Args:
@@ -122,7 +122,7 @@ class Scheduler:
         copy.num_computed = sequence.num_computed
         return sequence.blocks[full], block
 
-    def _piece(self, sequence: Sequence, room: int) -> Piece | None:
+    def _piece(self, sequence: Sequence, room: int) -> Piece[Sequence] | None:
         """What a running sequence computes next; None if it has no blocks for it, or gave them up."""
         start = sequence.num_computed
         drafts = sequence.drafts if sequence.num_pending == 1 else ()
@@ -139,7 +139,7 @@ class Scheduler:
                 return None
         return self._as_piece(sequence, start, tokens, len(drafts))
 
-    def _as_piece(self, sequence: Sequence, start: int, tokens: list[int], num_drafts: int) -> Piece:
+    def _as_piece(self, sequence: Sequence, start: int, tokens: list[int], num_drafts: int) -> Piece[Sequence]:
         end = start + len(tokens)
         complete = end - num_drafts == len(sequence.tokens)
         first = len(tokens) - 1 - num_drafts if complete else len(tokens)
@@ -147,7 +147,7 @@ class Scheduler:
             first = 0
         return Piece(sequence, start, tokens, num_drafts, range(first, len(tokens)))
 
-    def _admit(self, pieces: list[Piece], room: int) -> None:
+    def _admit(self, pieces: list[Piece[Sequence]], room: int) -> None:
         """Start waiting requests, in order, while there is room."""
         pool = self.pool
         held: list[Sequence] = []

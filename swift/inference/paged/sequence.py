@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -76,8 +76,18 @@ class Sequence:
         return self.request.priority, self.arrival
 
 
+class Placed(Protocol):
+    """All that a runner asks of a sequence: where its tokens lie, and which adapter it goes through."""
+
+    blocks: list[int]
+    adapter: int
+
+
+P = TypeVar("P", bound=Placed)
+
+
 @dataclass(frozen=True)
-class Piece:
+class Piece(Generic[P]):
     """What a step computes of a sequence.
 
     Attributes:
@@ -87,7 +97,7 @@ class Piece:
         wants: positions within `tokens` whose logits are needed, in order.
     """
 
-    sequence: Sequence
+    sequence: P
     start: int
     tokens: list[int]
     num_drafts: int
