@@ -19,7 +19,8 @@ from swift.core.devices import detect_device
 from swift.core.errors import DataError, ModelError, UsageError
 from swift.core.logging import get_logger
 from swift.inference.backends.base import EngineStats, ModelInfo
-from swift.inference.choosing.chooser import Chooser, check_params
+from swift.inference.choosing.checks import check_params
+from swift.inference.choosing.chooser import Chooser
 from swift.inference.paged.adapters import AdapterSlots
 from swift.inference.paged.attention import PAGED
 from swift.inference.paged.blocks import BlockPool
@@ -29,6 +30,7 @@ from swift.inference.paged.fit import layer_shapes, paged_unsupported_reason, pr
 from swift.inference.paged.guess import Guesser, LookupGuesser, ModelGuesser
 from swift.inference.paged.linear import serve_linears
 from swift.inference.paged.loop import EngineLoop
+from swift.inference.paged.pace import Pace
 from swift.inference.paged.runner import ModelRunner
 from swift.inference.paged.scheduler import Limits, Scheduler
 from swift.inference.paged.weights import ServedWeights
@@ -40,7 +42,7 @@ log = get_logger("inference")
 
 _GIB = 1 << 30
 _MOST_ON_CPU = 4 * _GIB
-_LOGPROBS = 1000  # most likely tokens that a request may ask for
+_MOST_LOGPROBS = 1000  # likeliest tokens that a request may ask for
 _FALLBACK_CONTEXT = 1 << 20
 
 
@@ -109,19 +111,21 @@ class SwiftBackend:
                     "sleep",
                 }
             ),
-            max_logprobs=_LOGPROBS,
+            max_logprobs=_MOST_LOGPROBS,
         )
         self._chooser = Chooser(vocab_size, device, tokenizer)
+        limits = Limits(config.max_batch_size, config.max_batch_tokens)
         self._core = EngineCore(
             Parts(
                 runner=self._runner,
-                scheduler=Scheduler(pool, Limits(config.max_batch_size, config.max_batch_tokens)),
+                scheduler=Scheduler(pool, limits),
                 chooser=self._chooser,
                 adapters=self._adapters,
                 tokenizer=tokenizer,
                 stop_token_ids=frozenset(stop_token_ids),
                 context_length=context,
                 guesser=self._guesser(),
+                pace=None if config.max_latency_ms is None else Pace(limits, config.max_latency_ms / 1000),
             )
         )
         self._loop = EngineLoop(self._core)

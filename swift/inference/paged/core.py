@@ -7,6 +7,7 @@ The same requests in the same order give the same answers, and an answer doesn't
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from swift.inference.decoding import AnswerText
 from swift.inference.paged.adapters import AdapterSlots
 from swift.inference.paged.beam_search import BeamSearch
 from swift.inference.paged.guess import Guesser
+from swift.inference.paged.pace import Pace
 from swift.inference.paged.runner import ModelRunner
 from swift.inference.paged.scheduler import Scheduler
 from swift.inference.paged.sequence import Piece, Sequence
@@ -36,6 +38,7 @@ class Parts:
         stop_token_ids: what ends an answer.
         context_length: most tokens of prompt and answer.
         guesser: guesses tokens; None for none.
+        pace: adapts the limits of steps; None leaves them.
     """
 
     runner: ModelRunner
@@ -46,6 +49,7 @@ class Parts:
     stop_token_ids: frozenset[int]
     context_length: int
     guesser: Guesser | None = None
+    pace: Pace | None = None
 
 
 class EngineCore:
@@ -65,6 +69,7 @@ class EngineCore:
         self._roots: dict[int, int] = {}  # adapter slot -> where its texts begin
         self._arrivals = 0
         self._computed = 0
+        self._most_requests = parts.scheduler.limits.requests
         self.stats = EngineStats()
         special = zip(parts.tokenizer.all_special_tokens, parts.tokenizer.all_special_ids, strict=True)
         self._special = dict(special)
@@ -127,37 +132,46 @@ class EngineCore:
 
     def step(self) -> None:
         """Compute one step and send what is new."""
+        begun = time.perf_counter()
+        pieces = self._compute()
+        if self._parts.pace is not None:
+            tokens = sum(len(piece.tokens) for piece in pieces)
+            self._parts.scheduler.limits = self._parts.pace.limits_after(tokens, time.perf_counter() - begun)
+
+    def _compute(self) -> list[Piece[Sequence]]:
+        """Plan, compute and hand out; returns what was computed."""
         parts = self._parts
         self._guess()
         pieces = parts.scheduler.plan()
         if not pieces:
             raise AssertionError("there are requests and nothing to compute")
-        logits = parts.runner.run(pieces)
         self._count(pieces)
-        runs: list[Run] = []
-        chosen_rows: list[torch.Tensor] = []
-        answering: list[Piece[Sequence]] = []
-        row = 0
-        for piece in pieces:
-            rows = logits[row : row + len(piece.wants)]
-            row += len(piece.wants)
-            if piece.sequence.prompt_logprobs is not None:
+        logits = parts.runner.run(pieces)
+        answering: list[tuple[Piece[Sequence], torch.Tensor]] = []
+        for piece, rows in zip(pieces, logits.split([len(piece.wants) for piece in pieces]), strict=True):
+            sequence = piece.sequence
+            if sequence.prompt_logprobs is not None:
                 self._take_prompt_logprobs(piece, rows)
-            last = piece.start + len(piece.tokens) - piece.num_drafts
-            if last < len(piece.sequence.tokens):  # the prompt isn't complete
+            if piece.start + len(piece.tokens) - piece.num_drafts < len(sequence.tokens):  # the prompt isn't complete
                 parts.scheduler.done(piece)
-            elif piece.sequence.beams is not None:
+            elif sequence.beams is not None:
                 parts.scheduler.done(piece)
-                self._advance_beams(piece.sequence, rows[-1:])
+                self._advance_beams(sequence, rows[-1:])
             else:
-                answering.append(piece)
-                runs.append(Run(piece.sequence.state, tuple(piece.tokens[len(piece.tokens) - piece.num_drafts :])))
-                chosen_rows.append(rows[len(rows) - 1 - piece.num_drafts :])
-        if not runs:
-            return
-        alike = sum(map(len, chosen_rows)) == len(logits)
-        choices = parts.chooser.choose(logits if alike else torch.cat(chosen_rows), runs)
-        for piece, chosen in zip(answering, choices, strict=True):
+                answering.append((piece, rows[len(rows) - 1 - piece.num_drafts :]))
+        if answering:
+            self._choose(answering, logits)
+        return pieces
+
+    def _choose(self, answering: list[tuple[Piece[Sequence], torch.Tensor]], logits: torch.Tensor) -> None:
+        """Choose the next tokens of those whose text is complete, and tell them."""
+        runs = [
+            Run(piece.sequence.state, tuple(piece.tokens[len(piece.tokens) - piece.num_drafts :]))
+            for piece, _ in answering
+        ]
+        all_rows = sum(len(rows) for _, rows in answering) == len(logits)
+        scores = logits if all_rows else torch.cat([rows for _, rows in answering])
+        for (piece, _), chosen in zip(answering, self._parts.chooser.choose(scores, runs), strict=True):
             self._take(piece, chosen)
 
     def _take(self, piece: Piece[Sequence], chosen: list[Choice] | SwiftError) -> None:
@@ -341,7 +355,7 @@ class EngineCore:
         stats, scheduler = self.stats, self._parts.scheduler
         stats.steps += 1
         self._computed += len(pieces)
-        stats.utilisation = self._computed / (stats.steps * scheduler.limits.requests)
+        stats.utilisation = self._computed / (stats.steps * self._most_requests)
         stats.preemptions = scheduler.preemptions
         for piece in pieces:
             sequence = piece.sequence
