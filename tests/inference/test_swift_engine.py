@@ -56,7 +56,7 @@ def test_chunks_blocks_and_caching_change_nothing(tokenizer):
         {"max_batch_tokens": 7},
         {"block_size": 16},
         {"enable_prefix_caching": False},
-        {"kv_cache_gib": 70 * 4 * 2 * 2 * 2 * 16 * 4 / 2**30, "max_batch_size": 4},
+        {"kv_cache_gib": 40 * 4 * 2 * 2 * 2 * 16 * 4 / 2**30, "max_batch_size": 4},
         {"speculative": "prompt_lookup"},
     ):
         backend = engine("llama", tokenizer, **settings)
@@ -181,21 +181,23 @@ def test_members_of_a_group_share_their_prompt(tokenizer):
         backend.close()
 
 
+@pytest.fixture(scope="module")
+def running():
+    backend = engine("llama", make_tokenizer(), kv_cache_gib=0.1)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(scope="module")
+def endless(running):
+    """A prompt's answer that nothing ends."""
+    (answer,) = ask(running, Request("e", [5, 6, 7], replace(GREEDY, ignore_eos=True)))
+    assert answer.last.finish_reason == "length" and len(answer.tokens) == 20
+    return answer
+
+
 class TestEnds:
     """How answers end."""
-
-    @pytest.fixture(scope="class")
-    def running(self):
-        backend = engine("llama", make_tokenizer(), kv_cache_gib=0.1)
-        yield backend
-        backend.close()
-
-    @pytest.fixture(scope="class")
-    def endless(self, running):
-        """A prompt's answer that nothing ends."""
-        (answer,) = ask(running, Request("e", [5, 6, 7], replace(GREEDY, ignore_eos=True)))
-        assert answer.last.finish_reason == "length" and len(answer.tokens) == 20
-        return answer
 
     def test_a_stop_token(self, running, endless):
         token = endless.tokens[7]

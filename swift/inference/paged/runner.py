@@ -55,9 +55,9 @@ class ModelRunner:
                 use_cache=False,
             ).last_hidden_state[0]
             wanted = [offsets[k] + row for k, piece in enumerate(pieces) for row in piece.wants]
-            rows = hidden[torch.tensor(wanted, device=hidden.device)]  # [wanted, hidden]
             if not wanted:
-                return rows.new_empty(0, 0, dtype=torch.float32)
+                return torch.empty(0, 0, device=hidden.device)
+            rows = hidden[torch.tensor(wanted, device=hidden.device)]  # [wanted, hidden]
             step.adapter_rows = _wanted_rows(pieces)
             return self._head.logits(rows)
 
