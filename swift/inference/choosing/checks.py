@@ -32,7 +32,7 @@ _NUMBERS: tuple[_Check, ...] = (
     ("repetition_penalty", lambda v: 0.01 <= v <= 100, "from 0.01 to 100; 1 switches it off"),
     ("presence_penalty", lambda v: -2 <= v <= 2, "from -2 to 2"),
     ("frequency_penalty", lambda v: -2 <= v <= 2, "from -2 to 2"),
-    ("length_penalty", lambda v: -100 <= v <= 100, "from -100 to 100"),
+    ("length_penalty", lambda v: -10 <= v <= 10, "from -10 to 10"),
 )
 
 
