@@ -100,7 +100,7 @@ def test_everything_direct_is_pinned():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     direct = [*project["dependencies"], *extras["quickstart"], *extras["data"], *extras["ray"]]
-    direct += extras["deepspeed"]
+    direct += [*extras["deepspeed"], *extras["serve"]]
     direct += [text for text in extras["dev"] if not text.startswith(project["name"])]  # that names extras above
     pins = {
         line.partition("==")[0].lower()

