@@ -23,10 +23,21 @@ def kernel(function: F) -> F:
     """Compile `function` on its first call. The machine code is kept beside the source file, else in the user's cache
     folder (`NUMBA_CACHE_DIR` names another); where neither can be written it is made anew in each process.
     """
+    return _compiled(function)
+
+
+def numeric_kernel(function: F) -> F:
+    """`kernel` for arithmetic with floats: a product and a sum may become one operation, and dividing by zero is no
+    error. Additions keep their order.
+    """
+    return _compiled(function, fastmath={"contract"}, error_model="numpy")
+
+
+def _compiled(function: F, **options: Any) -> F:
     import numba
 
     try:
-        compiled: Any = numba.njit(cache=True, nogil=True)(function)
+        compiled: Any = numba.njit(cache=True, nogil=True, **options)(function)
     except RuntimeError:  # numba's answer where no folder for the cache is writable
-        compiled = numba.njit(nogil=True)(function)
+        compiled = numba.njit(nogil=True, **options)(function)
     return compiled

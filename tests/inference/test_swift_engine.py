@@ -30,7 +30,7 @@ def test_greedy_answers_are_those_of_generate(name, tokenizer):
         with_limits.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-bias", "mistral-window", "qwen3-moe", "gpt-oss-sinks"])
+@pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"qwen3-moe", "gpt-oss-sinks", "deepseek-v3-mla"}))
 def test_an_answer_is_the_same_alone_and_among_31_others(name, tokenizer):
     """Tokens and log-probabilities bit for bit, sampled and greedy."""
     texts = prompts(32)

@@ -35,7 +35,6 @@ from swift.inference.paged.runner import ModelRunner
 from swift.inference.paged.scheduler import Limits, Scheduler
 from swift.inference.paged.weights import ServedWeights
 from swift.inference.requests import Request, Sink
-from swift.models.head import find_decoder
 from swift.models.memory import free_memory_bytes
 
 log = get_logger("inference")
@@ -139,7 +138,7 @@ class SwiftBackend:
 
     def start(self) -> None:
         for served in self._served:
-            prove_paged(served.model, find_decoder(served.model))
+            prove_paged(served.model, served.shapes)
         self._loop.start()
 
     def close(self) -> None:
@@ -238,7 +237,7 @@ class _Served:
         self.model = model.eval()
         self.device: torch.device = model.get_input_embeddings().weight.device
         self._block_size = config.block_size
-        self._shapes = layer_shapes(model)
+        self.shapes = layer_shapes(model)
         self._dtype = model.dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
         serve_linears(model, weight_format=config.weight_format, owned=owned)
         model.set_attn_implementation(PAGED)
@@ -246,10 +245,10 @@ class _Served:
 
     @property
     def block_bytes(self) -> int:
-        return KVCache.block_bytes(self._shapes, self._block_size, self._dtype)
+        return KVCache.block_bytes(self.shapes, self._block_size, self._dtype)
 
     def make_cache(self, num_blocks: int) -> None:
-        self.runner.cache = KVCache(self._shapes, num_blocks, self._block_size, self._dtype, self.device)
+        self.runner.cache = KVCache(self.shapes, num_blocks, self._block_size, self._dtype, self.device)
 
     def drop_cache(self) -> None:
         self.runner.cache = None

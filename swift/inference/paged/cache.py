@@ -5,9 +5,11 @@ The tensors only; who owns which block is `blocks`' business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -24,7 +26,7 @@ class KVCache:
     """Storage of keys and values.
 
     Args:
-        layers: one for each attention layer.
+        layers: of each attention layer, by its number.
         num_blocks: blocks that requests can have; one more is made for what is written and never read.
         block_size: tokens of a block.
         dtype, device: of the tensors.
@@ -33,18 +35,28 @@ class KVCache:
         keys: of each layer, [blocks, heads, key_dim, block_size]: transposed, so that the scores of one block are a sum
             over key_dim of vectors of block_size numbers.
         values: of each layer, [blocks, heads, block_size, value_dim].
+        arrays: both as numpy arrays that share their memory, where that is possible.
+        place: layer number as the model counts -> which of them.
     """
 
     def __init__(
-        self, layers: Sequence[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: Mapping[int, LayerShape],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        options = {"dtype": dtype, "device": device}
+        self.dtype = dtype
         blocks = num_blocks + 1
-        # zeros: what no token was written to yet is multiplied by weights of zero, which must not be NaN
-        self.keys = [torch.zeros(blocks, s.heads, s.key_dim, block_size, **options) for s in layers]
-        self.values = [torch.zeros(blocks, s.heads, block_size, s.value_dim, **options) for s in layers]
+        shapes = list(layers.values())
+        self.place = {number: at for at, number in enumerate(layers)}
+        self.keys = [_storage((blocks, s.heads, s.key_dim, block_size), dtype, device) for s in shapes]
+        self.values = [_storage((blocks, s.heads, block_size, s.value_dim), dtype, device) for s in shapes]
+        shared = device.type == "cpu" and dtype == torch.float32
+        self.arrays = [(k.numpy(), v.numpy()) for k, v in zip(self.keys, self.values, strict=True)] if shared else []
 
     @property
     def filler_slot(self) -> int:
@@ -57,6 +69,14 @@ class KVCache:
             stored[target].copy_(stored[source])
 
     @staticmethod
-    def block_bytes(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtype) -> int:
+    def block_bytes(layers: Mapping[int, LayerShape], block_size: int, dtype: torch.dtype) -> int:
         """Bytes of one block in all layers."""
-        return sum(s.heads * (s.key_dim + s.value_dim) for s in layers) * block_size * dtype.itemsize
+        return sum(s.heads * (s.key_dim + s.value_dim) for s in layers.values()) * block_size * dtype.itemsize
+
+
+def _storage(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for a tensor; on a CPU the system gives it page by page, as it is first written to."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from swift.inference.choosing.drafting import PromptLookup
 from swift.inference.paged.blocks import BlockPool
 from swift.inference.paged.runner import ModelRunner
-from swift.inference.paged.sequence import Piece, Sequence
+from swift.inference.paged.sequence import Piece, Placement, Sequence
 
 
 class Guesser(Protocol):
@@ -128,12 +128,4 @@ class ModelGuesser:
         shadow = self._shadows[sequence]
         start = shadow.num_computed
         tokens = shadow.tokens[start : start + count]
-        return Piece(_Placed(shadow.blocks), start, tokens, 0, range(count - 1, count) if wanted else range(0))
-
-
-@dataclass
-class _Placed:
-    """All that the runner asks of a sequence."""
-
-    blocks: list[int]
-    adapter: int = 0
+        return Piece(Placement(shadow.blocks), start, tokens, 0, range(count - 1, count) if wanted else range(0))

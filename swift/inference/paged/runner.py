@@ -47,6 +47,19 @@ class ModelRunner:
         Returns:
             fp32 [wanted rows, vocab], in the order of `pieces` and of `Piece.wants`.
         """
+        step, rows = self._hidden(pieces)
+        if not len(rows):
+            return torch.empty(0, 0, device=rows.device)
+        step.adapter_rows = _wanted_rows(pieces)
+        with running(step):
+            return self._head.logits(rows)
+
+    @torch.inference_mode()
+    def hidden(self, pieces: Sequence[Piece[Any]]) -> torch.Tensor:
+        """Hidden states instead: [wanted rows, hidden]."""
+        return self._hidden(pieces)[1]
+
+    def _hidden(self, pieces: Sequence[Piece[Any]]) -> tuple[Step, torch.Tensor]:
         step, ids, positions, offsets = self._step(pieces)
         with running(step):
             hidden = self._decoder(
@@ -54,12 +67,8 @@ class ModelRunner:
                 position_ids=torch.from_numpy(positions)[None].to(self._device),
                 use_cache=False,
             ).last_hidden_state[0]
-            wanted = [offsets[k] + row for k, piece in enumerate(pieces) for row in piece.wants]
-            if not wanted:
-                return torch.empty(0, 0, device=hidden.device)
-            rows = hidden[torch.tensor(wanted, device=hidden.device)]  # [wanted, hidden]
-            step.adapter_rows = _wanted_rows(pieces)
-            return self._head.logits(rows)
+        wanted = [offsets[k] + row for k, piece in enumerate(pieces) for row in piece.wants]
+        return step, hidden[torch.tensor(wanted, dtype=torch.int64, device=hidden.device)]
 
     def _step(self, pieces: Sequence[Piece[Any]]) -> tuple[Step, np.ndarray, np.ndarray, list[int]]:
         """The step, ids and positions [rows], and the first row of each piece."""

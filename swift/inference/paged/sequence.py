@@ -83,6 +83,14 @@ class Placed(Protocol):
     adapter: int
 
 
+@dataclass(eq=False)
+class Placement:
+    """A `Placed` and nothing more."""
+
+    blocks: list[int]
+    adapter: int = 0
+
+
 P = TypeVar("P", bound=Placed)
 
 
