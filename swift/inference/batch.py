@@ -23,7 +23,6 @@ from swift.inference.inputs import InputRow, Inputs
 from swift.inference.progress import Progress
 from swift.inference.results import ResultFile, Share, merge_parts, part_path, read_meta
 
-WINDOW_BATCHES = 4  # a window's batches; what a kill can lose, against padding saved by sorting
 _POLL_S = 0.2
 
 
@@ -80,7 +79,7 @@ class Answering:
 
     @property
     def window(self) -> int:
-        return WINDOW_BATCHES * self.engine.max_batch_size
+        return self.engine.max_in_flight
 
     def read(self, inputs: Inputs, indices: range) -> Iterator[InputRow]:
         return inputs.read(self.encoder, indices)

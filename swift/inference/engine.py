@@ -1,89 +1,80 @@
-"""Answers from an unmodified Hugging Face causal language model, through its own `generate`.
+"""Answers for those who have prompts: many at once as they come, one piece by piece, or all in order.
 
-An `Engine` takes prompts as token ids and gives back completions; it batches, streams, stops and counts. It knows
-nothing of files, conversations on a terminal, or how the model was loaded. Anything with `generate_each` and
-`stream` of the same meaning can take its place.
+An `Engine` puts defaults into settings, keeps its backend busy, and collects what comes back. It works on any
+`Backend`, and knows nothing of files, conversations on a terminal, or how a model is run.
 """
 
 from __future__ import annotations
 
+import itertools
 import queue
-import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
-from transformers import GenerationConfig as ModelGenerationConfig
-from transformers.generation.streamers import BaseStreamer
+import uuid
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
 
 from swift.config.inference import GenerationConfig
 from swift.core.errors import DataError, SwiftError, UsageError
-from swift.core.logging import get_logger
 from swift.data.encoding.encode import ChatEncoder
+from swift.inference.backends.base import Backend
+from swift.inference.backends.prompt import check_prompt
 from swift.inference.decoding import IncrementalDecoder, StopScanner, decode, find_stop
-from swift.inference.sampling import (
-    FiniteCheck,
-    LogprobRecorder,
-    LogprobWatcher,
-    RowSampler,
-    Sampling,
-    TextStop,
-    resolve_sampling,
-)
-from swift.models.quiet import quiet_transformers
+from swift.inference.requests import Completion, FinishReason, Request, SamplingParams, TokenLogprob, Update
+from swift.inference.sampling import resolve_sampling
 
-log = get_logger("inference")
-
-FinishReason = Literal["stop", "length", "cancelled"]
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One answer.
-
-    Attributes:
-        tokens: the generated ids; the token that ended the answer is the last one.
-        text: their text, without special tokens, cut before a stop word. Thoughts and tool calls are left in.
-        finish_reason: `stop` (an end token or a stop word), `length` (out of tokens), `cancelled` (by the caller).
-        num_prompt_tokens: length of the prompt.
-        logprobs: log-probability of each of `tokens` before temperature and filters, if asked for.
-    """
-
-    tokens: list[int]
-    text: str
-    finish_reason: FinishReason
-    num_prompt_tokens: int
-    logprobs: list[float] | None = None
+__all__ = ["AnswerStream", "Completion", "Engine"]
 
 
 class Engine:
     """Generates with one model.
 
     Args:
-        model: a causal language model of transformers, or a PEFT model around one.
+        backend: runs the model; it has been started. The engine's `close` closes it.
         tokenizer: the model's tokenizer.
-        encoder: turns conversations into prompts; its tokens end answers.
-        max_batch_size: prompts generated together at most. Halved for good when the device runs out of memory.
+        encoder: turns conversations into prompts.
+        max_in_flight: prompts that the backend is given at a time.
+        defaults: the model's own `generation_config`; None for none.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, encoder: ChatEncoder, *, max_batch_size: int = 8) -> None:
-        if max_batch_size < 1:
-            raise UsageError(
-                f"--max_batch_size {max_batch_size} is not possible", where="--max_batch_size", fix="give 1 or more"
-            )
-        self.model = model
+    def __init__(
+        self,
+        backend: Backend,
+        tokenizer: Any,
+        encoder: ChatEncoder,
+        *,
+        max_in_flight: int = 128,
+        defaults: Any = None,
+    ) -> None:
+        self.backend = backend
         self.tokenizer = tokenizer
         self.encoder = encoder
-        self.max_batch_size = max_batch_size
-        self.stop_token_ids = _stop_tokens(encoder, model.generation_config)
+        self.max_in_flight = max_in_flight
+        self._defaults = defaults
+        self._special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        self._ids = (f"{uuid.uuid4().hex[:8]}-{number}" for number in itertools.count())
+
+    def close(self) -> None:
+        """End what is still being answered, and give the model back."""
+        self.backend.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     @property
     def context_length(self) -> int | None:
         """Tokens that prompt and answer may have together; None when the model names no limit."""
-        text_config = self.model.config.get_text_config(decoder=True)
-        return getattr(text_config, "max_position_embeddings", None)
+        return self.backend.info.context_length
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """What ends an answer."""
+        return list(self.backend.info.stop_token_ids)
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
         """Refuse a prompt that can't be answered.
@@ -91,27 +82,14 @@ class Engine:
         Raises:
             DataError: it is empty, leaves no room for an answer, or has ids that the model doesn't know.
         """
-        if not prompt:
-            raise DataError("the prompt is empty", fix="give at least one token of text")
-        context = self.context_length
-        if context is not None and len(prompt) >= context:
-            raise DataError(
-                f"the prompt has {len(prompt)} tokens; the model's context is {context} for prompt and answer",
-                fix="shorten it, or stretch the context with --rope_scaling",
-            )
-        vocabulary = self.model.get_input_embeddings().weight.shape[0]
-        if max(prompt) >= vocabulary or min(prompt) < 0:
-            raise DataError(
-                f"the prompt has the token id {max(prompt)}, but the model has {vocabulary} tokens",
-                fix="use the tokenizer that belongs to the model",
-            )
+        check_prompt(prompt, self.backend.info)
 
     def generate(
         self,
         prompts: Sequence[list[int]],
         config: GenerationConfig,
         *,
-        seeds: Sequence[int] | None = None,
+        seeds: Sequence[int | str] | None = None,
         logprobs: bool = False,
     ) -> list[Completion]:
         """Answer every prompt, in order; see `generate_each`.
@@ -133,27 +111,34 @@ class Engine:
         prompts: Sequence[list[int]],
         config: GenerationConfig,
         *,
-        seeds: Sequence[int] | None = None,
+        seeds: Sequence[int | str] | None = None,
         logprobs: bool = False,
     ) -> Iterator[tuple[int, Completion | SwiftError]]:
-        """Answer every prompt; yields (index, answer) as batches finish, longest prompts first.
+        """Answer every prompt; yields (index, answer) as they are complete, longest prompts begun first.
 
-        An answer doesn't depend on which prompts share its batch: padding is on the left, positions start at each
-        prompt's first token, and every row draws its own random numbers.
+        An answer doesn't depend on which prompts are answered beside it. Leaving the loop early (Ctrl-C as well)
+        cancels what is still being answered.
 
         Args:
             prompts: token ids.
             config: how to generate.
-            seeds: one number per prompt, mixed with `config.seed`; default: its index. Equal seeds, equal answers.
+            seeds: one per prompt, mixed with `config.seed`; default: its index. Equal seeds, equal answers.
             logprobs: also return log-probabilities of the generated tokens.
 
         Yields:
             For each prompt its completion, or the error that concerns this prompt alone.
+
+        Raises:
+            UsageError: what `config` asks for isn't possible.
         """
-        sampling = self.sampling(config)
-        if logprobs and sampling.num_beams > 1:
-            raise UsageError("log-probabilities of single tokens don't exist in beam search", fix="use --num_beams 1")
-        seeds = list(range(len(prompts))) if seeds is None else seeds
+        params = self.sampling(config)
+        if logprobs and params.logprobs is None:
+            if params.num_beams > 1:
+                raise UsageError(
+                    "log-probabilities of single tokens don't exist in beam search", fix="use --num_beams 1"
+                )
+            params = replace(params, logprobs=0)
+        seeds = range(len(prompts)) if seeds is None else seeds
         usable: list[int] = []
         for index, prompt in enumerate(prompts):
             try:
@@ -162,26 +147,11 @@ class Engine:
                 yield index, error
             else:
                 usable.append(index)
-        for limit, group in self._groups(prompts, usable, sampling):
-            pending = deque([group])
-            while pending:
-                rows = pending.popleft()
-                if len(rows) > self.max_batch_size:
-                    pending.appendleft(rows[self.max_batch_size :])
-                    rows = rows[: self.max_batch_size]
-                request = _Request([prompts[i] for i in rows], sampling, limit, [seeds[i] for i in rows], logprobs)
-                try:
-                    answers = self._run(request)
-                except torch.OutOfMemoryError as error:
-                    if len(rows) == 1:
-                        yield rows[0], _out_of_memory(len(prompts[rows[0]]), error)
-                        continue
-                    self._halve_batches(len(rows))
-                    pending.appendleft(rows)
-                    continue
-                yield from zip(rows, answers, strict=True)
+        usable.sort(key=lambda i: (-len(prompts[i]), i))
+        waiting = ((i, prompts[i], replace(params, seed=f"{config.seed}/{seeds[i]}")) for i in usable)
+        yield from self._answer(waiting)
 
-    def stream(self, prompt: list[int], config: GenerationConfig, *, seed: int = 0) -> AnswerStream:
+    def stream(self, prompt: list[int], config: GenerationConfig, *, seed: int | str = 0) -> AnswerStream:
         """Answer one prompt piece by piece.
 
         Returns:
@@ -193,169 +163,126 @@ class Engine:
             UsageError: beam search, which has no answer before its end.
         """
         self.check_prompt(prompt)
-        sampling = self.sampling(config)
-        if sampling.num_beams > 1:
+        params = self.sampling(config)
+        if params.num_beams > 1:
             raise UsageError(
-                f"--num_beams {sampling.num_beams} can't stream: the best beam is known at the end only",
+                f"--num_beams {params.num_beams} can't stream: the best beam is known at the end only",
                 where="--stream",
                 fix="--stream false, or --num_beams 1",
             )
-        request = _Request([prompt], sampling, self._limit(len(prompt), sampling), [seed], False)
-        return AnswerStream(self, request)
+        request = Request(next(self._ids), list(prompt), replace(params, seed=f"{config.seed}/{seed}"))
+        return AnswerStream(self.backend, request)
 
-    def sampling(self, config: GenerationConfig) -> Sampling:
+    def sampling(self, config: GenerationConfig) -> SamplingParams:
         """The settings in force for `config`, defaults taken from the model's own generation settings."""
-        return resolve_sampling(config, self.model.generation_config)
+        return resolve_sampling(config, self._defaults)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of generated tokens, special tokens left out."""
         return decode(self.tokenizer, tokens)
 
-    def end_tokens(self, sampling: Sampling) -> frozenset[int]:
+    def end_tokens(self, params: SamplingParams) -> frozenset[int]:
         """Tokens that end an answer: the model's, and stop words that are special tokens (they never show in text)."""
-        special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
-        return frozenset(self.stop_token_ids) | {special[word] for word in sampling.stop_words if word in special}
+        own = () if params.ignore_eos else self.stop_token_ids
+        words = {self._special[word] for word in params.stop if word in self._special}
+        return frozenset(own) | frozenset(params.stop_token_ids) | words
 
-    def _limit(self, num_prompt_tokens: int, sampling: Sampling) -> int:
-        context = self.context_length
-        return sampling.max_new_tokens if context is None else min(sampling.max_new_tokens, context - num_prompt_tokens)
-
-    def _groups(
-        self, prompts: Sequence[list[int]], indices: list[int], sampling: Sampling
-    ) -> Iterator[tuple[int, list[int]]]:
-        """Prompts by how many tokens their answers may have, each group longest first.
-
-        `generate` runs all rows of a batch to the same length, so rows near the end of the context go apart.
-        """
-        groups: dict[int, list[int]] = {}
-        for index in sorted(indices, key=lambda i: (-len(prompts[i]), i)):
-            groups.setdefault(self._limit(len(prompts[index]), sampling), []).append(index)
-        yield from sorted(groups.items())
-
-    def _halve_batches(self, tried: int) -> None:
-        self.max_batch_size = max(1, tried // 2)
-        log.warning("out of memory with %d prompts together; going on with %d", tried, self.max_batch_size)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    def _run(
-        self, request: _Request, streamer: BaseStreamer | None = None, cancelled: threading.Event | None = None
-    ) -> list[Completion]:
-        """One call of the model's `generate`."""
-        device = self.model.device
-        sampling = request.sampling
-        width = max(map(len, request.prompts))
-        pad = self._pad_token_id
-        input_ids = [[pad] * (width - len(p)) + list(p) for p in request.prompts]  # [batch, width]
-        mask = [[0] * (width - len(p)) + [1] * len(p) for p in request.prompts]
-        recorder = LogprobRecorder() if request.logprobs else None
-        processors: list[Any] = [FiniteCheck()]
-        criteria: list[Any] = [TextStop(self._decode_rows, sampling.stop_words, width, cancelled)]
-        if recorder is not None:
-            processors.append(recorder)
-            criteria.append(LogprobWatcher(recorder))
-        if sampling.temperature > 0:
-            processors.append(RowSampler(sampling, request.seeds))
-        was_training = self.model.training
-        self.model.eval()
+    def _answer(
+        self, waiting: Iterator[tuple[int, list[int], SamplingParams]]
+    ) -> Iterator[tuple[int, Completion | SwiftError]]:
+        """Keep the backend busy with what waits; (index, answer) as they are complete."""
+        ready: queue.SimpleQueue[tuple[int, _Answer]] = queue.SimpleQueue()
+        there: dict[int, str] = {}  # index -> request id
+        words: dict[int, SamplingParams] = {}
         try:
-            # quiet: the model's own settings may hold a length as well, which `generate` remarks on each time
-            with torch.no_grad(), quiet_transformers():
-                output = self.model.generate(
-                    input_ids=torch.tensor(input_ids, device=device),
-                    attention_mask=torch.tensor(mask, device=device),
-                    generation_config=self._model_settings(sampling, request.limit),
-                    logits_processor=processors,
-                    stopping_criteria=criteria,
-                    streamer=streamer,
-                )
+            while True:
+                for index, prompt, params in itertools.islice(waiting, self.max_in_flight - len(there)):
+                    request = Request(next(self._ids), list(prompt), self._without_words(params))
+                    there[index], words[index] = request.id, params
+                    answer = _Answer(len(prompt))
+                    self.backend.submit(request, answer.sink(lambda a, i=index: ready.put((i, a))))
+                if not there:
+                    return
+                index, answer = ready.get()
+                del there[index]
+                yield index, answer.error or self._cut(answer.completion(), words.pop(index))
         finally:
-            self.model.train(was_training)
-        was_cancelled = cancelled is not None and cancelled.is_set()
-        logprobs = recorder.rows() if recorder is not None else [None] * len(request.prompts)
-        return [
-            self._completion(tokens, len(prompt), sampling, was_cancelled, row_logprobs)
-            for tokens, prompt, row_logprobs in zip(output[:, width:].tolist(), request.prompts, logprobs, strict=True)
-        ]
+            for request_id in there.values():
+                self.backend.cancel(request_id)
 
-    def _model_settings(self, sampling: Sampling, limit: int) -> ModelGenerationConfig:
-        """Settings for the model's `generate`. It runs greedily (or with beams); sampling is `RowSampler`'s work."""
-        return ModelGenerationConfig(
-            do_sample=False,
-            num_beams=sampling.num_beams,
-            repetition_penalty=sampling.repetition_penalty,
-            max_new_tokens=limit,
-            use_cache=True,
-            pad_token_id=self._pad_token_id,
-            eos_token_id=sorted(self.end_tokens(sampling)) or None,
+    def _without_words(self, params: SamplingParams) -> SamplingParams:
+        """Beam search knows nothing of stop words: the best answer is cut when it is there."""
+        if params.num_beams == 1 or not params.stop:
+            return params
+        return replace(params, stop=(), stop_token_ids=tuple(self.end_tokens(params) - set(self.stop_token_ids)))
+
+    def _cut(self, answer: Completion, params: SamplingParams) -> Completion:
+        cut = find_stop(answer.text, params.stop) if params.num_beams > 1 else None
+        if cut is None:
+            return answer
+        decoder, scanner = IncrementalDecoder(self.tokenizer), StopScanner(params.stop)
+        count = 0
+        while count < len(answer.tokens) and not scanner.stopped:
+            scanner.push(decoder.push(answer.tokens[count]))
+            count += 1
+        return replace(answer, tokens=answer.tokens[:count], text=answer.text[:cut], finish_reason="stop")
+
+
+class _Answer:
+    """Collects the updates of one request.
+
+    Attributes:
+        error: why there is no answer.
+    """
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self.error: SwiftError | None = None
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_cached_tokens = 0
+        self._tokens: list[int] = []
+        self._text: list[str] = []
+        self._logprobs: list[TokenLogprob] | None = None
+        self._reason: FinishReason = "cancelled"
+
+    def sink(self, when_complete: Any) -> Any:
+        """Takes updates; calls `when_complete(self)` after the last one."""
+
+        def take(update: Update) -> None:
+            self.take(update)
+            if update.finish_reason is not None:
+                when_complete(self)
+
+        return take
+
+    def take(self, update: Update) -> None:
+        """One more update."""
+        self._tokens += update.tokens
+        self._text.append(update.text)
+        self._num_cached_tokens = max(self._num_cached_tokens, update.num_cached_tokens)
+        if update.logprobs is not None:
+            self._logprobs = [*(self._logprobs or []), *update.logprobs]
+        if update.finish_reason is not None:
+            self._reason, self.error = update.finish_reason, update.error
+
+    def completion(self) -> Completion:
+        """All of it."""
+        return Completion(
+            tokens=self._tokens,
+            text="".join(self._text),
+            finish_reason=self._reason,
+            num_prompt_tokens=self._num_prompt_tokens,
+            logprobs=None if self._logprobs is None else [each.logprob for each in self._logprobs],
+            num_cached_tokens=self._num_cached_tokens,
         )
-
-    @property
-    def _pad_token_id(self) -> int:
-        """Any token does: padding is masked, and what follows the end of an answer is cut."""
-        if self.tokenizer.pad_token_id is not None:
-            return self.tokenizer.pad_token_id
-        return self.stop_token_ids[0] if self.stop_token_ids else 0
-
-    def _decode_rows(self, rows: list[list[int]]) -> list[str]:
-        return [self.decode(row) for row in rows]
-
-    def _completion(
-        self,
-        tokens: list[int],
-        num_prompt_tokens: int,
-        sampling: Sampling,
-        cancelled: bool,
-        logprobs: list[float] | None,
-    ) -> Completion:
-        """Cut a generated row, which may go on with padding, where the answer ends."""
-        reason: FinishReason = "cancelled" if cancelled else "length"
-        ends = self.end_tokens(sampling)
-        end = next((i for i, token in enumerate(tokens) if token in ends), None)
-        if end is not None:
-            tokens, reason = tokens[: end + 1], "stop"
-        body = tokens if end is None else tokens[:-1]
-        text = self.decode(body)
-        cut = find_stop(text, sampling.stop_words)
-        if cut is not None:
-            text, reason = text[:cut], "stop"
-            tokens = body[: self._tokens_until_stop(body, sampling.stop_words)]
-        return Completion(tokens, text, reason, num_prompt_tokens, logprobs and logprobs[: len(tokens)])
-
-    def _tokens_until_stop(self, tokens: list[int], stop_words: Sequence[str]) -> int:
-        """How many tokens it took until the stop word was complete."""
-        decoder, scanner = IncrementalDecoder(self.tokenizer), StopScanner(stop_words)
-        for count, token in enumerate(tokens, 1):
-            scanner.push(decoder.push(token))
-            if scanner.stopped:
-                return count
-        return len(tokens)
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What one call of `generate` works on; `limit` is the number of new tokens."""
-
-    prompts: list[list[int]]
-    sampling: Sampling
-    limit: int
-    seeds: list[int]
-    logprobs: bool
 
 
 class AnswerStream(Iterator[str]):
-    """The pieces of one answer. `completion` is set once the generation has ended, whichever way.
+    """The pieces of one answer. `completion` is set once the generation has ended, whichever way."""
 
-    The model runs in a thread of its own, since `generate` returns at the end only.
-    """
-
-    def __init__(self, engine: Engine, request: _Request) -> None:
+    def __init__(self, backend: Backend, request: Request) -> None:
         self.completion: Completion | None = None
-        self._engine = engine
+        self._backend = backend
         self._request = request
-        self._cancelled = threading.Event()
-        self._tokens: queue.Queue[int | None] = queue.Queue()
-        self._error: BaseException | None = None
         self._pieces: Generator[str] = self._iterate()
 
     def __next__(self) -> str:
@@ -366,61 +293,24 @@ class AnswerStream(Iterator[str]):
         self._pieces.close()
 
     def _iterate(self) -> Generator[str]:
-        thread = threading.Thread(target=self._work, name="generate", daemon=True)
-        thread.start()
-        decoder = IncrementalDecoder(self._engine.tokenizer)
-        scanner = StopScanner(self._request.sampling.stop_words)
-        ends = self._engine.end_tokens(self._request.sampling)
+        updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
+        answer, ended = _Answer(len(self._request.prompt)), False
+        self._backend.submit(self._request, updates.put)
         try:
-            while (token := self._tokens.get()) is not None:
-                piece = "" if token in ends else scanner.push(decoder.push(token))
-                if piece:
-                    yield piece
-            rest = scanner.push(decoder.flush()) + scanner.flush()
-            if rest:
-                yield rest
+            while not ended:
+                update = updates.get()
+                answer.take(update)
+                ended = update.finish_reason is not None
+                if update.text:
+                    yield update.text
         finally:
-            self._cancelled.set()
-            thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _work(self) -> None:
-        try:
-            streamer = _TokenQueue(self._tokens.put)
-            self.completion = self._engine._run(self._request, streamer, self._cancelled)[0]
-        except BaseException as error:  # the thread's boundary: raised again by the consumer
-            self._error = error
-        finally:
-            self._tokens.put(None)
-
-
-class _TokenQueue(BaseStreamer):
-    """Hands on each generated token; the first thing `generate` puts is the prompt, which is left out."""
-
-    def __init__(self, put: Callable[[int], None]) -> None:
-        self._put = put
-        self._prompt_seen = False
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._prompt_seen:
-            self._put(int(value.item()))
-        self._prompt_seen = True
-
-    def end(self) -> None:
-        """The worker tells the end itself, errors included."""
-
-
-def _stop_tokens(encoder: ChatEncoder, settings: Any) -> list[int]:
-    """End tokens of the chat encoding and of the model's own settings, each once."""
-    own = settings.eos_token_id
-    own = [] if own is None else own if isinstance(own, list) else [own]
-    return list(dict.fromkeys([*encoder.stop_token_ids(), *own]))
-
-
-def _out_of_memory(num_tokens: int, error: Exception) -> SwiftError:
-    first_line = str(error).splitlines()[0] if str(error) else "out of memory"
-    return SwiftError(
-        f"out of memory while answering a prompt of {num_tokens} tokens: {first_line}",
-        fix="shorten the prompt, lower --max_new_tokens, or use --torch_dtype bfloat16",
-    )
+            if not ended:
+                self._backend.cancel(self._request.id)
+            while not ended:
+                update = updates.get()
+                answer.take(update)
+                ended = update.finish_reason is not None
+            if answer.error is None:
+                self.completion = answer.completion()
+        if answer.error is not None:
+            raise answer.error

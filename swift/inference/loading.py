@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 log = get_logger("inference")
 
+_QUEUED = 4  # batches that the backend is given at a time: it sorts them, and is never out of work
 _IDENTITY_SUFFIXES = (".json", ".safetensors", ".bin", ".jinja", ".model", ".txt")
 
 
@@ -73,14 +74,47 @@ class Prepared:
         }
 
     def load(self) -> Engine:
-        """Read the weights and make the engine.
+        """Read the weights, start what runs them, and make the engine.
 
         Raises:
             ModelError: weights that don't fit, or a merge that changes the answers.
         """
+        from swift.inference.backends.choose import make_backend
+
         assert isinstance(self.encoder, ChatEncoder)  # where there is no judge
-        size = self.config.infer.max_batch_size
-        return Engine(self._weights(CAUSAL_LM), self.tokenizer, self.encoder, max_batch_size=size)
+        backend = make_backend(self)
+        try:
+            backend.start()
+        except BaseException:
+            backend.close()
+            raise
+        in_flight = _QUEUED * self.config.infer.max_batch_size
+        return Engine(backend, self.tokenizer, self.encoder, max_in_flight=in_flight, defaults=self.model_settings())
+
+    def weights(self) -> Any:
+        """The generating model with its adapter, merged if that was asked for.
+
+        Raises:
+            ModelError: weights that don't fit, or a merge that changes the answers.
+        """
+        return self._weights(CAUSAL_LM)
+
+    def model_settings(self) -> Any:
+        """The model's own `generation_config` (of transformers), read without the weights."""
+        from transformers import AutoConfig, GenerationConfig
+
+        if (self.base / "generation_config.json").is_file():
+            return GenerationConfig.from_pretrained(str(self.base), local_files_only=True)
+        trusted = self.config.model.trust_remote_code
+        config = AutoConfig.from_pretrained(str(self.base), local_files_only=True, trust_remote_code=trusted)
+        return GenerationConfig.from_model_config(config)
+
+    def stop_token_ids(self) -> list[int]:
+        """What ends an answer: end tokens of the chat encoding and of the model's own settings, each once."""
+        assert isinstance(self.encoder, ChatEncoder)
+        own = self.model_settings().eos_token_id
+        own = [] if own is None else own if isinstance(own, list) else [own]
+        return list(dict.fromkeys([*self.encoder.stop_token_ids(), *own]))
 
     def load_scorer(self) -> Scorer:
         """The same of a model with a head of its own.

@@ -10,48 +10,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import LogitsProcessor
 
 from swift.config.inference import GenerationConfig
 from swift.core.errors import NumericsError, UsageError
-from swift.inference.decoding import find_stop
+from swift.inference.requests import SamplingParams
 
 DEFAULT_NEW_TOKENS = 512
 _TOP_P_CANDIDATES = 512  # sorted first for top_p; the rest of the vocabulary only if they don't hold the share
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """The settings of one generation, with every default filled in.
-
-    Attributes:
-        max_new_tokens: most tokens of an answer.
-        temperature: 0 is greedy.
-        top_p: share of probability kept; 1 is off.
-        top_k: candidates kept; 0 is off.
-        min_p: candidates below this share of the likeliest are dropped; 0 is off.
-        repetition_penalty: 1 is off.
-        num_beams: 1 is no beam search.
-        stop_words: texts that end an answer.
-        seed: seed of sampling.
-    """
-
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    num_beams: int
-    stop_words: tuple[str, ...]
-    seed: int
-
-
-def resolve_sampling(config: GenerationConfig, defaults: Any) -> Sampling:
+def resolve_sampling(config: GenerationConfig, defaults: Any) -> SamplingParams:
     """Fill what the user left open from the model's own `generation_config`.
 
     A model that samples by default (`do_sample`) keeps its temperature, top_p, top_k and min_p; other models are
@@ -59,7 +31,8 @@ def resolve_sampling(config: GenerationConfig, defaults: Any) -> Sampling:
 
     Args:
         config: the user's settings.
-        defaults: a transformers `GenerationConfig`.
+        defaults: a transformers `GenerationConfig`; None for none.
+
     Raises:
         UsageError: a value is out of range, or beam search is combined with sampling.
     """
@@ -83,7 +56,7 @@ def resolve_sampling(config: GenerationConfig, defaults: Any) -> Sampling:
     penalty = config.repetition_penalty
     if penalty is None:
         penalty = getattr(defaults, "repetition_penalty", None) or 1.0
-    return Sampling(
+    return SamplingParams(
         max_new_tokens=config.max_new_tokens or DEFAULT_NEW_TOKENS,
         temperature=float(temperature),
         top_p=float(pick("top_p", 1.0)),
@@ -91,8 +64,8 @@ def resolve_sampling(config: GenerationConfig, defaults: Any) -> Sampling:
         min_p=float(pick("min_p", 0.0)),
         repetition_penalty=float(penalty),
         num_beams=config.num_beams,
-        stop_words=tuple(word for word in config.stop_words if word),
-        seed=config.seed,
+        stop=tuple(word for word in config.stop_words if word),
+        seed=str(config.seed),
     )
 
 
@@ -118,7 +91,7 @@ class RowSampler(LogitsProcessor):
         seeds: one per row, [batch].
     """
 
-    def __init__(self, sampling: Sampling, seeds: Sequence[int | str]) -> None:
+    def __init__(self, sampling: SamplingParams, seeds: Sequence[int | str]) -> None:
         self._sampling = sampling
         self._draws = row_draws(sampling, seeds)
 
@@ -129,12 +102,12 @@ class RowSampler(LogitsProcessor):
         return cast(torch.FloatTensor, only)
 
 
-def row_draws(sampling: Sampling, seeds: Iterable[int | str]) -> list[random.Random]:
+def row_draws(sampling: SamplingParams, seeds: Iterable[int | str]) -> list[random.Random]:
     """The generator of each row's random numbers, one of which chooses each token."""
     return [random.Random(f"{sampling.seed}/{seed}") for seed in seeds]
 
 
-def choose_tokens(scores: torch.Tensor, draws: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def choose_tokens(scores: torch.Tensor, draws: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     """One token for each row by its random number.
 
     Args:
@@ -156,7 +129,7 @@ def choose_tokens(scores: torch.Tensor, draws: torch.Tensor, sampling: Sampling)
     return place if tokens is None else tokens.gather(-1, place)
 
 
-def _candidates(scores: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _candidates(scores: torch.Tensor, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Probabilities of the candidates [batch, k], likeliest first where it matters, and their ids (None: all)."""
     vocab = scores.shape[-1]
     if 0 < sampling.top_k < vocab:
@@ -183,69 +156,3 @@ class FiniteCheck(LogitsProcessor):
                 "take an earlier checkpoint",
             )
         return scores
-
-
-class LogprobRecorder(LogitsProcessor):
-    """Keeps the log-probability of each chosen token, without keeping the scores of all steps.
-
-    As a processor (before `RowSampler`) it sees the scores a token is chosen from: the distribution before
-    temperature, top_p and top_k. `LogprobWatcher` sees, right after, which one was chosen.
-    """
-
-    def __init__(self) -> None:
-        self._logprobs: torch.Tensor | None = None
-        self._steps: list[torch.Tensor] = []
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Scores pass unchanged, [batch, vocab]."""
-        self._logprobs = scores.log_softmax(dim=-1)
-        return scores
-
-    def record(self, chosen: torch.Tensor) -> None:
-        """Take the tokens chosen from the last scores, [batch]."""
-        if self._logprobs is not None:
-            self._steps.append(self._logprobs.gather(-1, chosen[:, None]))
-
-    def rows(self) -> list[list[float]]:
-        """Log-probabilities per row, one per step."""
-        return torch.cat(self._steps, dim=-1).tolist() if self._steps else []
-
-
-class LogprobWatcher(StoppingCriteria):
-    """Hands each chosen token to a `LogprobRecorder`; stops nothing."""
-
-    def __init__(self, recorder: LogprobRecorder) -> None:
-        self._recorder = recorder
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        """`input_ids` [batch, seq] → [batch] of False."""
-        self._recorder.record(input_ids[:, -1])
-        return cast(torch.BoolTensor, torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device))
-
-
-class TextStop(StoppingCriteria):
-    """Ends a row when its answer contains a stop word, and all rows when the caller cancels.
-
-    It looks at the last tokens only: a stop word of n bytes is spelt by n tokens at most, plus the rest of a
-    character that began before it.
-    """
-
-    def __init__(self, decode_rows: Any, stop_words: Sequence[str], prompt_tokens: int, cancelled: Any = None) -> None:
-        self._decode_rows = decode_rows
-        self._words = list(stop_words)
-        self._prompt_tokens = prompt_tokens
-        self._tail = max((len(word.encode()) for word in stop_words), default=0) + 4
-        self._cancelled = cancelled
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        """`input_ids` [batch, seq] → [batch], True where the row is done."""
-        rows = input_ids.shape[0]
-        if self._cancelled is not None and self._cancelled.is_set():
-            done = [True] * rows
-        elif self._words:
-            start = max(self._prompt_tokens, input_ids.shape[1] - self._tail)
-            texts = self._decode_rows(input_ids[:, start:].tolist())
-            done = [find_stop(text, self._words) is not None for text in texts]
-        else:
-            done = [False] * rows
-        return cast(torch.BoolTensor, torch.tensor(done, dtype=torch.bool, device=input_ids.device))

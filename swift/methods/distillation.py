@@ -21,7 +21,7 @@ from swift.data.encoding.encode import ChatEncoder
 from swift.data.encoding.units import UnitEncoder
 from swift.data.loading.batch import Batch, Examples, Layout
 from swift.distributed.mesh import Mesh
-from swift.inference.sampling import Sampling
+from swift.inference.requests import SamplingParams
 from swift.methods.distill_rows import DistillEncoder, Lesson, Wanted, answered, lessons_of, read_system
 from swift.methods.endpoint import EndpointSettings, TeacherEndpoint, served_model
 from swift.methods.probes import scaled_logprobs
@@ -264,16 +264,12 @@ def _look_ahead(held: _Held, around: Surroundings) -> LookAhead:
 
 
 def _writing(settings: DistillConfig, data: Data, model: Model, vocab_size: int) -> Writing:
-    sampling = Sampling(
+    sampling = SamplingParams(
         max_new_tokens=settings.max_completion_length,
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        num_beams=1,
-        stop_words=(),
-        seed=0,
+        seed="0",
     )
     stops = tuple(data.encoder.stop_token_ids())
     pad = int(data.tokenizer.pad_token_id or 0)

@@ -14,7 +14,8 @@ from torch import nn
 
 from swift.data.loading.batch import Batch
 from swift.distributed.collectives import all_gather, all_reduce
-from swift.inference.sampling import Sampling, choose_tokens
+from swift.inference.requests import SamplingParams
+from swift.inference.sampling import choose_tokens
 from swift.models.head import OutputHead
 from swift.objectives.chunked_head import ChunkedHead
 from swift.objectives.divergence import log_normalizer
@@ -62,7 +63,7 @@ def scaled_logprobs(vocab_size: int, temperature: float) -> Probe:
     return probe
 
 
-def next_tokens(sampling: Sampling, vocab_size: int) -> Probe:
+def next_tokens(sampling: SamplingParams, vocab_size: int) -> Probe:
     """A probe for the token that comes next: int64 [targets], by the batch's random numbers, or the likeliest."""
 
     def probe(hidden: torch.Tensor, head: OutputHead, batch: Batch) -> torch.Tensor:

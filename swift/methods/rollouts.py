@@ -22,7 +22,8 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 from swift.data.loading.batch import Layout, Tokens, make_batch
 from swift.distributed import ProcessGroup
-from swift.inference.sampling import FiniteCheck, RowSampler, Sampling, row_draws
+from swift.inference.requests import SamplingParams
+from swift.inference.sampling import FiniteCheck, RowSampler, row_draws
 from swift.methods.probes import DRAW, next_tokens
 from swift.models.attention import VARLEN
 from swift.models.loading import usual_attention
@@ -44,7 +45,7 @@ class Writing:
         context: tokens that prompt and answer may have together; None where there is no limit.
     """
 
-    sampling: Sampling
+    sampling: SamplingParams
     stops: tuple[int, ...]
     vocab_size: int
     context: int | None = None
@@ -52,8 +53,9 @@ class Writing:
 
     def limit(self, prompt: Sequence[int]) -> int:
         """Tokens that the answer to a prompt may have."""
-        room = self.sampling.max_new_tokens if self.context is None else self.context - len(prompt)
-        return max(0, min(self.sampling.max_new_tokens, room))
+        most = self.sampling.max_new_tokens
+        assert most is not None  # training always has one
+        return max(0, most if self.context is None else min(most, self.context - len(prompt)))
 
     def cut(self, tokens: Sequence[int], limit: int) -> list[int]:
         """The answer: as far as the first id that ends it."""

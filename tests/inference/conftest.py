@@ -17,6 +17,34 @@ def tiny_engine(tiny_model_dir):
     return load_engine(config)
 
 
+@pytest.fixture
+def engine_on():
+    """Makes an engine on a model, by transformers' generate: engine_on(model, like, stop_token_ids=[...])."""
+    from swift.inference.backends.transformers import TransformersBackend
+    from swift.inference.engine import Engine
+
+    engines = []
+
+    def make(model, like, *, stop_token_ids=None, **settings):
+        stops = like.stop_token_ids if stop_token_ids is None else stop_token_ids
+        backend = TransformersBackend(model, like.tokenizer, stops, **settings)
+        backend.start()
+        engines.append(Engine(backend, like.tokenizer, like.encoder))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_model_dir):
+    """The model of `tiny_engine`, as transformers has it."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()
+
+
 @pytest.fixture(scope="session")
 def questions(tiny_engine):
     """Prompts of very different lengths."""

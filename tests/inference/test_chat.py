@@ -144,7 +144,7 @@ def test_a_template_that_refuses_is_told(tiny_engine, tiny_model_dir):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
     tokenizer.chat_template = refusing + tokenizer.chat_template
-    engine = Engine(tiny_engine.model, tokenizer, ChatEncoder(tokenizer, TemplateConfig()))
+    engine = Engine(tiny_engine.backend, tokenizer, ChatEncoder(tokenizer, TemplateConfig()))
     chat, answers, notes = talk(engine, "/system Be brief.\nhello\n")
     assert "no system here" in notes
     assert answers == ""

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 
 import pytest
 import torch
 from fixtures import build_tiny_model
 
+from swift.config import InferConfig, build_config
 from swift.config.inference import GenerationConfig
 from swift.core.errors import DataError, NumericsError, SwiftError, UsageError
-from swift.inference.engine import Engine
-from swift.inference.sampling import RowSampler, TextStop, resolve_sampling
+from swift.inference.loading import prepare
+from swift.inference.sampling import RowSampler, resolve_sampling
 
 
-def plain_generate(engine, prompt, **settings):
+def plain_generate(model, engine, prompt, **settings):
     """The same answer from transformers directly, one prompt, no padding."""
     settings = {"do_sample": False, "eos_token_id": engine.stop_token_ids, **settings}
-    output = engine.model.generate(torch.tensor([prompt]), **settings)
+    output = model.generate(torch.tensor([prompt]), **settings)
     return output[0, len(prompt) :].tolist()
 
 
@@ -28,11 +31,11 @@ def ended_by(engine, prompt, config):
     return tokens, place
 
 
-def test_greedy_equals_plain_generate_token_for_token(tiny_engine, questions):
+def test_greedy_equals_plain_generate_token_for_token(tiny_model, tiny_engine, questions):
     for completion, prompt in zip(
         tiny_engine.generate(questions, GenerationConfig(max_new_tokens=24)), questions, strict=True
     ):
-        assert completion.tokens == plain_generate(tiny_engine, prompt, max_new_tokens=24)
+        assert completion.tokens == plain_generate(tiny_model, tiny_engine, prompt, max_new_tokens=24)
         assert completion.num_prompt_tokens == len(prompt)
         assert completion.text == tiny_engine.decode(completion.tokens)
 
@@ -56,11 +59,11 @@ def test_an_answer_does_not_depend_on_its_batch(tiny_engine, questions, settings
         assert together[k] == tiny_engine.generate([prompt], config, seeds=[7 + k])[0]
 
 
-def test_beam_search_equals_plain_generate(tiny_engine, questions):
+def test_beam_search_equals_plain_generate(tiny_model, tiny_engine, questions):
     config = GenerationConfig(max_new_tokens=12, num_beams=4)
     for prompt in questions[:2]:
         mine = tiny_engine.generate([prompt], config)[0].tokens
-        assert mine == plain_generate(tiny_engine, prompt, max_new_tokens=12, num_beams=4)[: len(mine)]
+        assert mine == plain_generate(tiny_model, tiny_engine, prompt, max_new_tokens=12, num_beams=4)[: len(mine)]
 
 
 def test_same_seed_same_answer_and_other_seed_another(tiny_engine, questions):
@@ -73,26 +76,22 @@ def test_same_seed_same_answer_and_other_seed_another(tiny_engine, questions):
     assert twice[0].tokens != twice[1].tokens, "the same prompt twice is two draws"
 
 
-def test_an_end_token_stops_and_is_the_last_token(tiny_engine, questions):
+def test_an_end_token_stops_and_is_the_last_token(tiny_engine, tiny_model, questions, engine_on):
     tokens, place = ended_by(tiny_engine, questions[1], GenerationConfig(max_new_tokens=24))
-    engine = Engine(tiny_engine.model, tiny_engine.tokenizer, tiny_engine.encoder)
-    engine.stop_token_ids = [*tiny_engine.stop_token_ids, tokens[place]]
+    engine = engine_on(tiny_model, tiny_engine, stop_token_ids=[*tiny_engine.stop_token_ids, tokens[place]])
     completion = engine.generate(questions, GenerationConfig(max_new_tokens=24))[1]
     assert completion.tokens == tokens[: place + 1]
     assert completion.finish_reason == "stop"
     assert completion.text == engine.decode(tokens[:place]), "the end token is not part of the text"
 
 
-def test_stop_tokens_are_the_template_s_and_the_model_s(tiny_engine):
-    ids = tiny_engine.tokenizer.convert_tokens_to_ids(["<|im_end|>"])
-    assert set(ids) <= set(tiny_engine.stop_token_ids)
-    model = tiny_engine.model
-    before = model.generation_config.eos_token_id
-    model.generation_config.eos_token_id = [7, 8]
-    try:
-        assert {7, 8, *ids} <= set(Engine(model, tiny_engine.tokenizer, tiny_engine.encoder).stop_token_ids)
-    finally:
-        model.generation_config.eos_token_id = before
+def test_stop_tokens_are_the_template_s_and_the_model_s(tiny_model_dir, tmp_path):
+    for name, own in (("none", None), ("one", 7), ("two", [7, 8])):
+        folder = shutil.copytree(tiny_model_dir, tmp_path / name)
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": own}))
+        prepared = prepare(build_config(InferConfig, {"model": str(folder), "device": "cpu"}))
+        ids = prepared.tokenizer.convert_tokens_to_ids(["<|im_end|>"])
+        assert prepared.stop_token_ids() == [*ids, *{"none": [], "one": [7], "two": [7, 8]}[name]]
 
 
 @pytest.mark.parametrize("num_beams", [1, 2])
@@ -138,49 +137,51 @@ def test_closing_a_stream_ends_the_generation(tiny_engine, questions):
     assert stream.completion.text.startswith(shown)
 
 
-def test_a_failure_in_the_stream_reaches_the_reader(tiny_model_dir, questions, tiny_engine):
-    engine = broken_engine(tiny_engine, tiny_model_dir)
+def test_a_failure_in_the_stream_reaches_the_reader(tiny_model_dir, questions, tiny_engine, engine_on):
+    engine = engine_on(broken_model(tiny_model_dir), tiny_engine)
     with pytest.raises(NumericsError):
         list(engine.stream(questions[0], GenerationConfig(max_new_tokens=4)))
 
 
-def broken_engine(tiny_engine, folder):
+def broken_model(folder):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         model.lm_head.weight[3] = math.nan
-    return Engine(model, tiny_engine.tokenizer, tiny_engine.encoder)
+    return model
 
 
-def test_nan_scores_stop_instead_of_answering_nonsense(tiny_model_dir, questions, tiny_engine):
+def test_nan_scores_stop_instead_of_answering_nonsense(tiny_model_dir, questions, tiny_engine, engine_on):
+    engine = engine_on(broken_model(tiny_model_dir), tiny_engine)
     with pytest.raises(NumericsError, match="NaN"):
-        broken_engine(tiny_engine, tiny_model_dir).generate(questions, GenerationConfig(max_new_tokens=4))
+        engine.generate(questions, GenerationConfig(max_new_tokens=4))
 
 
-def test_logprobs_are_those_of_a_forward_pass(tiny_engine, questions):
+def test_logprobs_are_those_of_a_forward_pass(tiny_engine, tiny_model, questions):
     for settings in ({}, {"temperature": 1.3, "top_k": 50}):
         batch = tiny_engine.generate(questions, GenerationConfig(max_new_tokens=10, **settings), logprobs=True)
         for prompt, answer in zip(questions, batch, strict=True):
             with torch.no_grad():
-                logits = tiny_engine.model(torch.tensor([prompt + answer.tokens])).logits[0].double()
+                logits = tiny_model(torch.tensor([prompt + answer.tokens])).logits[0].double()
             logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
             expected = logprobs.gather(-1, torch.tensor(answer.tokens)[:, None])[:, 0]
             assert answer.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
     assert tiny_engine.generate(questions[:1], GenerationConfig(max_new_tokens=2))[0].logprobs is None
 
 
-def test_sampling_follows_the_distribution(tiny_engine, questions):
+def test_sampling_follows_the_distribution(tiny_engine, tiny_model, questions, engine_on):
     """3000 draws of one token against temperature, top_k and top_p computed here in float64."""
     prompt = questions[0]
     with torch.no_grad():
-        logits = tiny_engine.model(torch.tensor([prompt])).logits[0, -1].double() / 0.04
+        logits = tiny_model(torch.tensor([prompt])).logits[0, -1].double() / 0.04
     top, ids = logits.topk(10)
     probs = top.softmax(-1)
     kept = probs.cumsum(-1) - probs < 0.9
     probs = probs * kept / (probs * kept).sum()
     config = GenerationConfig(max_new_tokens=1, temperature=0.04, top_k=10, top_p=0.9)
-    engine = Engine(tiny_engine.model, tiny_engine.tokenizer, tiny_engine.encoder, max_batch_size=1000)
+    engine = engine_on(tiny_model, tiny_engine, max_batch_size=1000)
+    engine.max_in_flight = 1000
     draws = [answer.tokens[0] for answer in engine.generate([prompt] * 3000, config)]
     assert set(draws) <= set(ids[kept].tolist())
     for token, probability in zip(ids.tolist(), probs.tolist(), strict=True):
@@ -217,14 +218,14 @@ def test_prompts_that_cannot_be_answered_are_refused_with_the_numbers(tiny_engin
     assert answers[1] == tiny_engine.generate([questions[0]], GenerationConfig(max_new_tokens=2))[0]
 
 
-def test_the_context_bounds_the_answer(tmp_path, tiny_engine, questions):
+def test_the_context_bounds_the_answer(tiny_engine, engine_on):
     """A model with learned positions fails hard if a row runs past the last one, also beside rows with room left."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=len(tiny_engine.tokenizer), n_positions=40, n_embd=32, n_layer=1, n_head=2)
     config.bos_token_id = config.eos_token_id = None
-    engine = Engine(GPT2LMHeadModel(config), tiny_engine.tokenizer, tiny_engine.encoder)
+    engine = engine_on(GPT2LMHeadModel(config), tiny_engine)
     prompts = [[5] * 36, [6] * 10, [7] * 39]
     answers = engine.generate(prompts, GenerationConfig(max_new_tokens=20))
     assert [len(a.tokens) for a in answers] == [4, 20, 1]
@@ -235,38 +236,18 @@ def test_the_context_bounds_the_answer(tmp_path, tiny_engine, questions):
 @pytest.mark.parametrize(
     "own", [{"max_new_tokens": 3}, {"max_length": 10}, {"max_new_tokens": 3, "max_length": 10}, {}]
 )
-def test_lengths_in_the_model_s_own_settings_do_not_matter(tiny_model_dir, tiny_engine, questions, caplog, own):
+def test_lengths_in_the_model_s_own_settings_do_not_matter(
+    tiny_model_dir, tiny_engine, questions, caplog, engine_on, own
+):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     for name, value in own.items():
         setattr(model.generation_config, name, value)
-    engine = Engine(model, tiny_engine.tokenizer, tiny_engine.encoder)
+    engine = engine_on(model, tiny_engine)
     config = GenerationConfig(max_new_tokens=7)
     assert engine.generate(questions, config) == tiny_engine.generate(questions, config)
     assert not caplog.records
-
-
-def test_a_stop_word_is_seen_at_its_last_token(tiny_engine):
-    """The criterion looks at a short tail only; it has to be long enough for tokens of one byte each."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    def decode_rows(rows):
-        return [tiny_engine.decode(row) for row in rows]
-
-    def tokens_of(text):
-        letters = bytes_to_unicode()
-        return tiny_engine.tokenizer.convert_tokens_to_ids([letters[byte] for byte in text.encode()])
-
-    word = "🤖🤖🤖"
-    prompt, answer = [5] * 9, tokens_of("x 漢漢" + word)
-    stop = TextStop(decode_rows, ["nothing", word], len(prompt))
-    seen = [bool(stop(torch.tensor([prompt + answer[:n]]), None)[0]) for n in range(1, len(answer) + 1)]
-    assert seen == [word in tiny_engine.decode(answer[:n]) for n in range(1, len(answer) + 1)]
-    assert seen[-1] and not seen[-2]
-    inside = torch.tensor([[*tokens_of(word), 5]])
-    after = TextStop(decode_rows, [word], inside.shape[1] - 1)
-    assert not after(inside, None)[0], "a stop word in the prompt stops nothing"
 
 
 def test_default_number_of_tokens(tiny_engine):
@@ -315,16 +296,16 @@ def test_beams_cannot_stream(tiny_engine, questions):
         tiny_engine.generate(questions, GenerationConfig(num_beams=2), logprobs=True)
 
 
-def test_many_prompts_go_through_in_batches(tiny_engine, questions):
-    engine = Engine(tiny_engine.model, tiny_engine.tokenizer, tiny_engine.encoder, max_batch_size=2)
+def test_many_prompts_go_through_in_batches(tiny_engine, tiny_model, questions, engine_on):
+    engine = engine_on(tiny_model, tiny_engine, max_batch_size=2)
     prompts = [questions[i % 5] for i in range(11)]
     config = GenerationConfig(max_new_tokens=6)
     assert engine.generate(prompts, config) == [tiny_engine.generate([p], config)[0] for p in prompts]
 
 
-def test_out_of_memory_halves_the_batch_and_loses_nothing(tiny_engine, questions, monkeypatch):
-    engine = Engine(tiny_engine.model, tiny_engine.tokenizer, tiny_engine.encoder, max_batch_size=4)
-    generate, sizes = engine.model.generate, []
+def test_out_of_memory_halves_the_batch_and_loses_nothing(tiny_engine, tiny_model, questions, engine_on, monkeypatch):
+    engine = engine_on(tiny_model, tiny_engine, max_batch_size=4)
+    generate, sizes = tiny_model.generate, []
 
     def small_device(**inputs):
         sizes.append(len(inputs["input_ids"]))
@@ -334,21 +315,23 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(tiny_engine, questions
 
     config = GenerationConfig(max_new_tokens=4)
     expected = [tiny_engine.generate([p], config)[0] for p in questions]
-    monkeypatch.setattr(engine.model, "generate", small_device)
+    monkeypatch.setattr(tiny_model, "generate", small_device)
     answers = dict(engine.generate_each(questions, config))
     assert sizes[:3] == [4, 2, 1]
-    assert engine.max_batch_size == 1
+    assert engine.backend.max_batch_size == 1
     long = max(range(5), key=lambda i: len(questions[i]))
     assert isinstance(answers[long], SwiftError) and "out of memory" in str(answers[long])
     assert [answers[i] for i in range(5) if i != long] == [expected[i] for i in range(5) if i != long]
 
 
-def test_the_model_is_left_as_it_was(tmp_path, tiny_engine, questions):
+def test_the_model_is_left_as_it_was(tmp_path, tiny_engine, questions, engine_on):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(build_tiny_model(tmp_path / "m"), attn_implementation="sdpa")
     model.train()
     settings = model.generation_config.to_dict()
-    Engine(model, tiny_engine.tokenizer, tiny_engine.encoder).generate(questions, GenerationConfig(max_new_tokens=2))
+    engine = engine_on(model, tiny_engine)
+    engine.generate(questions, GenerationConfig(max_new_tokens=2))
+    engine.close()
     assert model.training
     assert model.generation_config.to_dict() == settings

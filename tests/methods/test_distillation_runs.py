@@ -23,7 +23,7 @@ from swift.commands.rlhf import rlhf
 from swift.core.errors import DataError, ModelError, SwiftError
 from swift.data.loading.batch import Layout
 from swift.distributed import ProcessGroup
-from swift.inference.sampling import Sampling
+from swift.inference.requests import SamplingParams
 from swift.methods.rollouts import Writing, write_anew, write_cached
 from swift.models.head import find_decoder, find_head
 from swift.objectives.causal_lm import CausalLM
@@ -170,7 +170,7 @@ def test_both_ways_write_the_same(tiny_model_dir: Path, temperature: float) -> N
     )
     group, precision = ProcessGroup(0, 1, 0), Precision(torch.float32, "cpu")
     strategy = DataParallel(module, group, precision)
-    sampling = Sampling(9, temperature, 0.9, 50, 0.0, 1.0, 1, (), 0)
+    sampling = SamplingParams(max_new_tokens=9, temperature=temperature, top_p=0.9, top_k=50)
     writing = Writing(sampling, (2,), model.config.vocab_size - 3, 40)
     prompts, seeds = [[5, 6, 7], [9] * 12, [11, 3], [4] * 35], ["a", "b", "c", "d"]
     fast = write_cached(model, prompts, seeds, writing, precision.autocast)
