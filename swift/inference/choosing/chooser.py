@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
-from swift.core.errors import NumericsError, SwiftError
-from swift.inference.choosing.checks import check_params as check_params
+from swift.core.errors import NumericsError, SwiftError, UsageError
 from swift.inference.choosing.filters import Filters, row_argmax, sample_tokens
 from swift.inference.choosing.penalties import Counts, add_bias, forbid, has_penalties, penalise
+from swift.inference.choosing.structured import Matcher, Structures, apply_masks
 from swift.inference.requests import Request, SamplingParams, TokenLogprob
 
 
@@ -38,20 +39,27 @@ class RowState:
         ends: ids that end the answer.
         draws: its random numbers, one of which chooses each sampled token.
         counts: its tokens, where penalties need them.
+        matcher: follows its structure, if it has one.
         tokens_so_far: of the answer.
     """
 
     params: SamplingParams
     ends: frozenset[int]
     draws: random.Random
-    counts: Counts | None
+    counts: Counts | None = None
+    matcher: Matcher | None = None
     tokens_so_far: list[int] = field(default_factory=list)
 
     @property
     def plain(self) -> bool:
         """Whether the next token is the one of the highest score as it stands."""
-        params = self.params
-        return params.temperature == 0 and self.counts is None and not params.logit_bias and not self.ends_forbidden
+        processed = self.counts is not None or self.matcher is not None or bool(self.params.logit_bias)
+        return self.params.temperature == 0 and not processed and not self.ends_forbidden
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer has the structure asked for and nothing but an end can follow."""
+        return self.matcher is not None and self.matcher.complete
 
     @property
     def ends_forbidden(self) -> bool:
@@ -61,6 +69,8 @@ class RowState:
     def take(self, token: int) -> None:
         """Add a token to the answer."""
         self.tokens_so_far.append(token)
+        if self.matcher is not None:
+            self.matcher.take(token)
         if self.counts is not None:
             self.counts.add(token)
 
@@ -78,33 +88,51 @@ class Chooser:
 
     Args:
         vocab_size: columns of the scores.
-        device: of the scores.
+        device: where tokens are chosen.
+        tokenizer: whose tokens they are; only structures ask for it.
     """
 
     def __init__(self, vocab_size: int, device: torch.device | str, tokenizer: Any = None) -> None:
         self.vocab_size = vocab_size
         self._device = torch.device(device)
-        self._tokenizer = tokenizer
+        self._structures = None if tokenizer is None else Structures(tokenizer, vocab_size)
+
+    def check(self, params: SamplingParams) -> None:
+        """Prepare what the settings need, in the caller's thread; `check_params` has passed them.
+
+        Raises:
+            UsageError: the structure is not possible.
+        """
+        if params.structure is None:
+            return
+        if self._structures is None:
+            raise UsageError("a structure needs the model's tokenizer", where="structure", fix="leave it out")
+        self._structures.check(params.structure)
 
     def begin(self, request: Request, end_tokens: frozenset[int]) -> RowState:
         """The state of a request that has no answer yet.
 
         Args:
-            request: checked by `check_params`.
+            request: its settings passed `check_params` and `check`.
             end_tokens: ids that end the answer: the model's own (without `ignore_eos`) and the request's.
         """
         params = request.params
+        matcher = None
+        if params.structure is not None and self._structures is not None:
+            matcher = self._structures.begin(params.structure, end_tokens)
         return RowState(
             params=params,
             ends=end_tokens,
             draws=random.Random(params.seed),
             counts=Counts(request.prompt) if has_penalties(params) else None,
+            matcher=matcher,
         )
 
     def choose(self, logits: torch.Tensor, runs: Sequence[Run]) -> list[list[Choice] | SwiftError]:
         """The next tokens of each run: its drafts as far as they are right, and one more.
 
-        Nothing is chosen after a token that ends the answer. The states take the tokens.
+        Nothing is chosen after a token that ends the answer, or once its structure is complete. The states take the
+        tokens.
 
         Args:
             logits: [rows, vocab] fp32, not changed; row i of a run holds the scores of the token after its first i
@@ -112,9 +140,10 @@ class Chooser:
             runs: whose rows they are, in order.
 
         Returns:
-            for each run its tokens, or the error that ends it alone: its scores are NaN or infinite.
+            for each run its tokens, or the error that ends it alone: its scores are NaN or infinite, or its structure
+            can't be followed.
         """
-        scores = logits.float().contiguous()
+        scores = self._as_scores(logits)
         firsts = [0]
         for run in runs:
             firsts.append(firsts[-1] + len(run.drafts) + 1)
@@ -122,24 +151,25 @@ class Chooser:
             raise ValueError(f"{scores.shape[0]} rows of scores for {firsts[-1]} places")
         plain = self._plain_tokens(scores, runs, firsts)
         chosen: list[list[int]] = [[] for _ in runs]
-        broken: set[int] = set()
+        errors: dict[int, SwiftError] = {}
         active, place = list(range(len(runs))), 0
         while active:
             tokens = self._choose_place(scores, [(runs[i].state, firsts[i] + place) for i in active], plain)
             going = []
             for i, token in zip(active, tokens):
-                run = runs[i]
-                if token is None:
-                    broken.add(i)
+                if isinstance(token, SwiftError):
+                    errors[i] = token
                     continue
                 chosen[i].append(token)
-                run.state.take(token)
-                if place < len(run.drafts) and token == run.drafts[place] and token not in run.state.ends:
-                    going.append(i)
+                try:
+                    if _goes_on(runs[i], place, token):
+                        going.append(i)
+                except SwiftError as error:
+                    errors[i] = error
             active, place = going, place + 1
         logprobs = self._logprobs_of(scores, runs, firsts, chosen)
         return [
-            _broken() if i in broken else [Choice(token, logprobs.get((i, k))) for k, token in enumerate(chosen[i])]
+            errors.get(i) or [Choice(token, logprobs.get((i, k))) for k, token in enumerate(chosen[i])]
             for i in range(len(runs))
         ]
 
@@ -154,51 +184,73 @@ class Chooser:
         Raises:
             NumericsError: the scores are NaN or infinite.
         """
-        scores = logits.float().contiguous()
+        scores = self._as_scores(logits)
         if not bool(_sound(scores).all()):
             raise _broken()
         return _logprobs(scores, targets, num)
 
-    def _plain_tokens(self, scores: torch.Tensor, runs: Sequence[Run], firsts: list[int]) -> dict[int, int | None]:
-        """The likeliest token of every row of runs that take it as it is: {row: token}, None where it is broken."""
+    def _as_scores(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.to(self._device, torch.float32).contiguous()
+
+    def _plain_tokens(
+        self, scores: torch.Tensor, runs: Sequence[Run], firsts: list[int]
+    ) -> dict[int, int | SwiftError]:
+        """The likeliest token of every row of runs that take it as it is, by row."""
         rows = [row for i, run in enumerate(runs) if run.state.plain for row in range(firsts[i], firsts[i + 1])]
         return dict(zip(rows, _likeliest(_rows(scores, rows)))) if rows else {}
 
     def _choose_place(
-        self, scores: torch.Tensor, places: list[tuple[RowState, int]], plain: dict[int, int | None]
-    ) -> list[int | None]:
-        """One token for each (state, row); None where the scores are broken."""
-        tokens = [plain.get(row) for _, row in places]
-        rest = [i for i, (_, row) in enumerate(places) if row not in plain]
-        if not rest:
-            return tokens
-        states = [places[i][0] for i in rest]
-        work = scores[[places[i][1] for i in rest]]  # a copy
-        whole = _sound(work)
-        self._process(work, states)
-        sound = (whole & _sound(work)).tolist()  # something is left to choose from
-        greedy = [i for i, state in enumerate(states) if sound[i] and state.params.temperature == 0]
-        for i, token in zip(greedy, _likeliest(_rows(work, greedy)) if greedy else ()):
-            tokens[rest[i]] = token
-        sampled = [i for i, state in enumerate(states) if sound[i] and state.params.temperature > 0]
+        self, scores: torch.Tensor, places: list[tuple[RowState, int]], plain: dict[int, int | SwiftError]
+    ) -> list[int | SwiftError]:
+        """One token for each (state, row), or why there is none."""
+        found: dict[int, int | SwiftError] = {row: plain[row] for _, row in places if row in plain}
+        rest = [(state, row) for state, row in places if row not in plain]
+        if rest:
+            rows = [row for _, row in rest]
+            found.update(zip(rows, self._choose_processed(scores[rows], [state for state, _ in rest])))
+        return [found[row] for _, row in places]
+
+    def _choose_processed(self, scores: torch.Tensor, states: list[RowState]) -> list[int | SwiftError]:
+        """One token for each state from its row of `scores`, which are changed."""
+        whole = _sound(scores)
+        errors = self._process(scores, states)
+        sound = (whole & _sound(scores)).tolist()  # something is left to choose from
+        tokens: list[int | SwiftError] = [errors.get(i) or _broken() for i in range(len(states))]
+        able = [i for i in range(len(states)) if sound[i] and i not in errors]
+        greedy = [i for i in able if states[i].params.temperature == 0]
+        if greedy:
+            for i, token in zip(greedy, _likeliest(_rows(scores, greedy))):
+                tokens[i] = token
+        sampled = [i for i in able if states[i].params.temperature > 0]
         if sampled:
             filters = [_filters(states[i].params) for i in sampled]
             draws = [states[i].draws.random() for i in sampled]
-            for i, token in zip(sampled, sample_tokens(_rows(work, sampled), draws, filters).tolist()):
-                tokens[rest[i]] = token
+            for i, token in zip(sampled, sample_tokens(_rows(scores, sampled), draws, filters).tolist()):
+                tokens[i] = token
         return tokens
 
-    def _process(self, scores: torch.Tensor, states: list[RowState]) -> None:
-        """What the settings do to the scores, in place; row i is of state i."""
+    def _process(self, scores: torch.Tensor, states: list[RowState]) -> dict[int, SwiftError]:
+        """What the settings do to the scores, in place; row i is of state i. Returns what went wrong, by row."""
+        masks: dict[int, np.ndarray] = {}
+        errors: dict[int, SwiftError] = {}
+        for row, state in enumerate(states):
+            if state.matcher is not None:
+                try:
+                    masks[row] = state.matcher.mask()
+                except SwiftError as error:
+                    errors[row] = error
+        if masks:
+            apply_masks(scores, list(masks), list(masks.values()))
         for row, state in enumerate(states):
             if state.params.logit_bias:
                 add_bias(scores, row, state.params.logit_bias)
-            if state.ends_forbidden:
+            if state.ends_forbidden and row not in errors and not state.complete:
                 forbid(scores, row, state.ends)
         counted = [row for row, state in enumerate(states) if state.counts is not None]
         if counted:
             counts = [each for row in counted if (each := states[row].counts) is not None]
             penalise(scores, counted, counts, [states[row].params for row in counted])
+        return errors
 
     def _logprobs_of(
         self, scores: torch.Tensor, runs: Sequence[Run], firsts: list[int], chosen: list[list[int]]
@@ -226,10 +278,21 @@ def _sound(scores: torch.Tensor) -> torch.Tensor:
     return torch.isfinite(scores.amax(dim=-1))
 
 
-def _likeliest(scores: torch.Tensor) -> list[int | None]:
-    """The first token of the highest score in each row; None where it is NaN or infinite."""
+def _likeliest(scores: torch.Tensor) -> list[int | SwiftError]:
+    """The first token of the highest score in each row; an error where that is NaN or infinite."""
     values, tokens = row_argmax(scores)
-    return [token if sound else None for token, sound in zip(tokens.tolist(), torch.isfinite(values).tolist())]
+    return [token if sound else _broken() for token, sound in zip(tokens.tolist(), torch.isfinite(values).tolist())]
+
+
+def _goes_on(run: Run, place: int, token: int) -> bool:
+    """Give a run its token; whether the next one can be chosen already, since it was guessed.
+
+    Raises:
+        SwiftError: the structure can't be followed any further.
+    """
+    run.state.take(token)
+    guessed = place < len(run.drafts) and token == run.drafts[place]
+    return not run.state.complete and guessed and token not in run.state.ends
 
 
 def _filters(params: SamplingParams) -> Filters:
