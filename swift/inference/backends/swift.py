@@ -10,15 +10,16 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from swift.config.engine import EngineConfig
 from swift.core.devices import detect_device
-from swift.core.errors import DataError, ModelError, UsageError
+from swift.core.errors import ModelError, UsageError
 from swift.core.logging import get_logger
-from swift.inference.backends.base import EngineStats, ModelInfo
+from swift.inference.backends.base import EngineStats, Feature, ModelInfo
+from swift.inference.backends.prompt import check_prompt
 from swift.inference.choosing.checks import check_params
 from swift.inference.choosing.chooser import Chooser
 from swift.inference.paged.adapters import AdapterSlots
@@ -96,20 +97,7 @@ class SwiftBackend:
             context_length=context,
             vocab_size=vocab_size,
             stop_token_ids=tuple(stop_token_ids),
-            features=frozenset(
-                {
-                    "logprobs",
-                    "prompt_logprobs",
-                    "structure",
-                    "beams",
-                    "penalties",
-                    "logit_bias",
-                    "min_p",
-                    "adapters",
-                    "weight_update",
-                    "sleep",
-                }
-            ),
+            features=frozenset(get_args(Feature)),
             max_logprobs=_MOST_LOGPROBS,
         )
         self._chooser = Chooser(vocab_size, device, tokenizer)
@@ -152,6 +140,11 @@ class SwiftBackend:
             self._adapters.slot(request.adapter)
         if self._asleep:
             raise UsageError("the engine sleeps", fix="wake() it first")
+        if self._weights.missing:
+            raise UsageError(
+                f"{len(self._weights.missing)} weights were let go of and not given back",
+                fix="update_weights() with all of them",
+            )
         self._loop.submit(request, sink)
 
     def cancel(self, request_id: str) -> None:
@@ -201,7 +194,6 @@ class SwiftBackend:
 
     def wake(self) -> None:
         def awake() -> None:
-            self._weights.wake()
             for served in self._served:
                 served.make_cache(self._num_blocks)
             self._asleep = False
@@ -282,27 +274,6 @@ def _check_draft(model: Any, draft_model: Any) -> None:
             f"the draft model has {given} tokens, the model {wanted}",
             where="--draft_model",
             fix="take a smaller model of the same family",
-        )
-
-
-def check_prompt(prompt: Sequence[int], info: ModelInfo) -> None:
-    """Refuse a prompt that can't be answered.
-
-    Raises:
-        DataError: it is empty, leaves no room for an answer, or has ids that the model doesn't know.
-    """
-    if not prompt:
-        raise DataError("the prompt is empty", fix="give at least one token of text")
-    if info.context_length is not None and len(prompt) >= info.context_length:
-        raise DataError(
-            f"the prompt has {len(prompt)} tokens; the model's context is {info.context_length} for prompt and answer",
-            fix="shorten it, or stretch the context with --rope_scaling",
-        )
-    if max(prompt) >= info.vocab_size or min(prompt) < 0:
-        wrong = max(prompt) if max(prompt) >= info.vocab_size else min(prompt)
-        raise DataError(
-            f"the prompt has the token id {wrong}, but the model has {info.vocab_size} tokens",
-            fix="use the tokenizer that belongs to the model",
         )
 
 

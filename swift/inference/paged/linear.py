@@ -27,11 +27,13 @@ class ServedLinear(nn.Linear):
     """A linear layer of an engine's model. Made by `serve_linears`, never directly.
 
     Attributes:
-        packed: the weight in oneDNN's layout; None where plain products are used.
+        packed: the weight in oneDNN's layout; None where plain products are used, or while it is let go of.
+        packs: whether it multiplies by a packed weight.
         deltas: of each adapter's slot that changes this layer.
     """
 
     packed: torch.Tensor | None
+    packs: bool
     deltas: dict[int, LowRank]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,6 +42,19 @@ class ServedLinear(nn.Linear):
         if self.deltas:
             self._add_deltas(x, output)
         return output
+
+    def replace(self, weight: torch.Tensor) -> None:
+        """Take another weight, [out, in]."""
+        if self.packs:
+            self.packed = pack(weight)
+        if self.weight.device.type != "meta":
+            self.weight.data.copy_(weight)
+        elif not self.packs:
+            self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def let_go(self) -> None:
+        """Give the weight's memory back; `replace` brings another one."""
+        self.packed = None
 
     def _add_deltas(self, x: torch.Tensor, output: torch.Tensor) -> None:
         step = current_step()
@@ -110,7 +125,8 @@ def serve_linears(model: nn.Module, *, weight_format: str = "auto", owned: bool 
         served.__class__ = ServedLinear
         served.deltas = {}
         served.packed = pack(module.weight)
-        num_packed += served.packed is not None
+        served.packs = served.packed is not None
+        num_packed += served.packs
         if owned and served.packed is not None and id(module.weight) not in elsewhere:
             empty = torch.empty_like(module.weight, device="meta")
             module.weight = nn.Parameter(empty, requires_grad=False)
