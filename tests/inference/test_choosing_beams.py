@@ -8,6 +8,8 @@ from fixtures import build_tiny_model
 from transformers import AutoModelForCausalLM
 
 from swift.inference.choosing.beams import BeamGroup
+from swift.inference.choosing.chooser import Chooser
+from swift.inference.requests import Request, SamplingParams
 
 NEW_TOKENS = 11
 PROMPTS = ([5, 9, 300, 41], [7], [17, 4, 4, 90, 12, 33, 33, 2])
@@ -66,6 +68,32 @@ def test_beam_search_finds_what_transformers_finds(model, width, length_penalty,
             assert group.best()[1] == pytest.approx(float(wanted.sequences_scores[0]), rel=1e-6)
             ended += found[-1] in ends
     assert ended or length_penalty >= 1  # ends matter in this test
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_penalties_and_forbidden_ends_are_those_of_transformers(model, width):
+    chooser = Chooser(model.config.vocab_size, "cpu")
+    params = SamplingParams(repetition_penalty=1.4, min_new_tokens=6, logit_bias=((700, 6.0), (41, -2.0)))
+    for prompt in PROMPTS:
+        ends = likely_ends(model, prompt, 3)
+        request, group = Request("r", prompt, params), BeamGroup(width, 1.0, ends, NEW_TOKENS)
+        while not group.finished:
+            with torch.inference_mode():
+                logits = model(torch.tensor([[*prompt, *beam] for beam in group.beams])).logits[:, -1]
+            group.advance(chooser.beam_logprobs(logits, request, ends, group.beams))
+        wanted = model.generate(
+            torch.tensor([prompt]),
+            num_beams=width,
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            repetition_penalty=1.4,
+            min_new_tokens=6,
+            sequence_bias={(700,): 6.0, (41,): -2.0},
+            eos_token_id=sorted(ends),
+            pad_token_id=0,
+            use_cache=False,
+        )
+        assert group.best()[0] == wanted[0, len(prompt) :].tolist()
 
 
 def test_a_search_without_ends_runs_to_the_last_token(model):

@@ -14,6 +14,7 @@ from swift.inference.backends.base import Feature, ModelInfo
 from swift.inference.requests import SamplingParams
 
 MAX_BIAS = 100.0  # as much as OpenAI's API takes; it bans or forces a token
+MAX_BEAMS = 64  # each has its own keys and values
 
 _Check = tuple[str, Callable[[Any], bool], str]
 
@@ -23,7 +24,7 @@ _INTEGERS: tuple[_Check, ...] = (
     ("top_k", lambda v: v >= 0, "1 or above; 0 switches it off"),
     ("logprobs", lambda v: v >= 0, "0 or above"),
     ("prompt_logprobs", lambda v: v >= 0, "0 or above"),
-    ("num_beams", lambda v: v >= 1, "at least 1"),
+    ("num_beams", lambda v: 1 <= v <= MAX_BEAMS, f"from 1 to {MAX_BEAMS}"),
 )
 _NUMBERS: tuple[_Check, ...] = (
     ("temperature", lambda v: v >= 0, "0 (greedy) or above"),

@@ -189,6 +189,36 @@ class Chooser:
             raise _broken()
         return _logprobs(scores, targets, num)
 
+    def beam_logprobs(
+        self, logits: torch.Tensor, request: Request, end_tokens: frozenset[int], beams: Sequence[list[int]]
+    ) -> torch.Tensor:
+        """What `BeamGroup.advance` takes: log-probabilities, changed by the request's bias and penalties.
+
+        As transformers does, the settings are applied to log-probabilities here, not to the scores.
+
+        Args:
+            logits: [beams, vocab] fp32, not changed.
+            request: whose beams.
+            end_tokens: ids that end a beam.
+            beams: the tokens of each beam's answer.
+
+        Returns:
+            [beams, vocab] fp32.
+
+        Raises:
+            NumericsError: the scores are NaN or infinite.
+        """
+        scores = self._as_scores(logits)
+        if not bool(_sound(scores).all()):
+            raise _broken()
+        logprobs = scores.log_softmax(dim=-1)
+        states = [self.begin(request, end_tokens) for _ in beams]
+        for state, tokens in zip(states, beams):
+            for token in tokens:
+                state.take(token)
+        self._process(logprobs, states)
+        return logprobs
+
     def _as_scores(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.to(self._device, torch.float32).contiguous()
 
