@@ -14,7 +14,7 @@ from swift.commands.data import CheckHelp, PreviewHelp
 from swift.commands.data_run import OperatorsFlags, ReportFlags, RunFlags
 from swift.commands.doctor import DoctorOptions
 from swift.commands.quickstart import QuickstartOptions
-from swift.config import ExportConfig, InferConfig, MergeLoraConfig, PtConfig, RlhfConfig, SftConfig
+from swift.config import DeployConfig, ExportConfig, InferConfig, MergeLoraConfig, PtConfig, RlhfConfig, SftConfig
 from swift.config.catalog import COMMANDS
 from swift.config.schema import Setting, default_words, groups_of, settings_of, type_words
 from swift.core.doctor import VARIABLES
@@ -47,6 +47,7 @@ In Python the same names are arguments: `swift.sft(model="smollm2", dataset=["ro
 _OTHERS: dict[str, type] = {
     "rlhf": RlhfConfig,
     "infer": InferConfig,
+    "deploy": DeployConfig,
     "merge-lora": MergeLoraConfig,
     "export": ExportConfig,
     "data check": CheckHelp,

@@ -14,11 +14,12 @@ from typing import Any
 
 from swift.config.checks import find_problems
 from swift.config.cluster import read_cluster
-from swift.config.commands import MergeLoraConfig
+from swift.config.commands import DeployConfig, MergeLoraConfig
 from swift.config.data import DataConfig, RowsConfig
 from swift.config.degrees import degree_problems, needs_shape, read_model_shape
 from swift.config.nodes import find_nodes, world_size_expected
 from swift.config.resolve import Problem, raise_problems
+from swift.config.serving import named_adapters
 from swift.core.errors import SwiftError, nearest
 from swift.core.extras import check_installed
 from swift.core.network import follow_flags
@@ -41,7 +42,11 @@ def precheck(config: Any, *, places: Mapping[str, str] | None = None) -> None:
     where = places or {}
     follow_flags(offline=config.model.offline, use_hf=config.model.use_hf)
     problems = find_problems(config, places=where)
-    adapters = [_at(where, "adapters", fault) for name in config.model.adapters if (fault := _adapter_fault(name))]
+    folders = config.model.adapters
+    if isinstance(config, DeployConfig):
+        own, by_name = named_adapters(folders)
+        folders = [*own, *by_name.values()]
+    adapters = [_at(where, "adapters", fault) for name in folders if (fault := _adapter_fault(name))]
     problems += adapters
     dry = hasattr(config, "parallelism") and config.parallelism.dry_run  # needs config.json only, and no rows
     missing_adapter = isinstance(config, MergeLoraConfig) and not config.model.adapters

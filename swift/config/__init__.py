@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from swift.config.build import build_config, with_saved_config
 from swift.config.catalog import COMMANDS, LATER, Command
-from swift.config.commands import ExportConfig, InferConfig, MergeLoraConfig, PtConfig, RlhfConfig, SftConfig
+from swift.config.commands import (
+    DeployConfig,
+    ExportConfig,
+    InferConfig,
+    MergeLoraConfig,
+    PtConfig,
+    RlhfConfig,
+    SftConfig,
+)
 from swift.config.files import CONFIG_NAME, dump_yaml, to_flat, to_nested
 from swift.config.parse import HelpRequested, Parsed, parse_command_line
 from swift.config.saved import load_config, save_config
@@ -18,6 +26,7 @@ __all__ = [
     "CONFIG_NAME",
     "LATER",
     "Command",
+    "DeployConfig",
     "ExportConfig",
     "HelpRequested",
     "InferConfig",

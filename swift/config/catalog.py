@@ -68,6 +68,9 @@ COMMANDS: dict[str, Command] = {
             True,
         ),
         Command("infer", "infer", "InferConfig", "talk to a model, or answer a file of prompts", _FLAGS, "Use", True),
+        Command(
+            "deploy", "deploy", "DeployConfig", "serve a model over HTTP, as OpenAI's clients expect it", _FLAGS, "Use"
+        ),
         Command("merge-lora", "merge_lora", "MergeLoraConfig", "merge an adapter into its model", _FLAGS, "Use"),
         Command("export", "export", "ExportConfig", "write a data set as token shards", _FLAGS, "Use"),
         Command(
@@ -88,7 +91,6 @@ COMMANDS: dict[str, Command] = {
 
 # commands that scripts written for ms-swift may call and that this version lacks -> what to do meanwhile
 LATER: dict[str, str] = {
-    "deploy": "the OpenAI-style server is being built; `swift infer` answers interactively or from a file",
     "eval": "benchmarks are being built; `swift sft --eval_steps N --val_dataset FILE` reports the evaluation loss",
     "app": "the chat page is being built; `swift infer` chats in the terminal",
     "web-ui": "the studio is being built; every run writes report.html meanwhile",

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
+from swift.config.data import PromptConfig
+from swift.config.engine import EngineConfig
 from swift.config.fields import setting
+from swift.config.model import ModelConfig
+from swift.config.task import AnsweredTaskConfig
+
+
+@dataclass
+class AnswerDefaultsConfig:
+    """Answers, where a request says nothing"""
+
+    max_new_tokens: int | None = setting(None, help="default: what the context leaves", aliases=("max_tokens",))
+    temperature: float | None = setting(None, help="0: greedy; default: the model's generation_config")
+    top_p: float | None = setting(None, help="nucleus sampling")
+    top_k: int | None = setting(None, help="sample from the k likeliest")
+    min_p: float | None = setting(None, help="leave out tokens below this share of the likeliest one's probability")
+    repetition_penalty: float | None = setting(None, help="above 1: fewer repetitions")
+    stop_words: list[str] = setting(help="texts that end an answer", factory=list, aliases=("stop",))
 
 
 @dataclass
 class ServeConfig:
     """Server"""
 
+    device: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", help="where to run")
+    merge_lora: bool = setting(False, help="merge the adapter before serving (checked against the unmerged logits)")
+    load_args: bool = setting(True, help="take model, template and system from the checkpoint's own configuration")
     host: str = setting("127.0.0.1", help="address to listen on; 0.0.0.0: every network of this machine")
     port: int = setting(8000, help="port to listen on; 0: any that is free")
     served_model_name: list[str] = setting(
@@ -44,3 +65,27 @@ class ServeConfig:
     access_log: bool = setting(True, help="a line for each request: what, how long, how many tokens, no contents")
     log_contents: bool = setting(False, help="write prompts and answers into the access log", aliases=("verbose",))
     log_interval: float = setting(20.0, help="seconds between two lines on the engine's load; 0: none")
+
+
+@dataclass
+class DeployConfig:
+    """Serve a model over HTTP, as OpenAI's clients expect it."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    template: PromptConfig = field(default_factory=PromptConfig)
+    generation: AnswerDefaultsConfig = field(default_factory=AnswerDefaultsConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
+    task: AnsweredTaskConfig = field(default_factory=AnsweredTaskConfig)
+
+
+def named_adapters(adapters: list[str]) -> tuple[list[str], dict[str, str]]:
+    """`--adapters` of a server: folders that belong to the model, and `name=folder` that requests choose by name."""
+    plain, named = [], {}
+    for text in adapters:
+        name, equals, folder = text.partition("=")
+        if equals and name and "/" not in name:
+            named[name] = folder
+        else:
+            plain.append(text)
+    return plain, named

@@ -98,6 +98,8 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     where = list(problem["loc"])[1:]
     if problem["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {problem['ctx']['error']} at character {where[0] if where else 0}")
+    if not where and problem["type"] == "value_error":
+        return ApiError(400, problem["msg"].removeprefix("Value error, "))
     if not where:
         return ApiError(400, "the body has to be a JSON object, sent with Content-Type: application/json")
     param = field_name(where)

@@ -110,9 +110,8 @@ async def responses(http: HttpRequest, body: ResponsesRequest) -> Response:
         "tools": body.tools or [],
         "top_p": params.top_p,
         "truncation": "disabled",
-        "usage": None,
-        "user": body.user,
         "metadata": body.metadata or {},
+        **({} if body.user is None else {"user": body.user}),
     }
     answer, items = Answer(talk.reading()), OutputItems(exchange.id)
     generation = Generation(services, talk.model, talk.talker, talk.wanted(), http)
