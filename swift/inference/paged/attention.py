@@ -32,7 +32,7 @@ _WORTH_A_THREAD = 4_000_000
 
 
 def paged_attention(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -49,7 +48,7 @@ def layer_shapes(model: PreTrainedModel) -> dict[int, LayerShape]:
     """
     found: dict[int, LayerShape] = {}
 
-    def record(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> tuple[Any, None]:
+    def record(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> tuple[Any, None]:
         found[module.layer_idx] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
@@ -58,7 +57,7 @@ def layer_shapes(model: PreTrainedModel) -> dict[int, LayerShape]:
     AttentionMaskInterface.register(_RECORD, lambda *args, **kwargs: None)
     try:
         model.set_attn_implementation(_RECORD)
-        ids = torch.zeros(1, 4, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+        ids = torch.zeros(1, 4, dtype=torch.long, device=_embeddings(model).device)
         model.base_model(input_ids=ids, use_cache=False)
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise _unproven(model, f"it doesn't run through the attention interface: {error}") from error
@@ -83,7 +82,7 @@ def prove_paged(model: PreTrainedModel, shapes: dict[int, LayerShape]) -> None:
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     length = window + 3 if window and window <= LARGEST_WINDOW_TRIED else 9
-    embeddings = model.get_input_embeddings().weight
+    embeddings = _embeddings(model)
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(0, config.vocab_size, (2, length), generator=generator)
     size = 4
@@ -119,6 +118,11 @@ def prove_paged(model: PreTrainedModel, shapes: dict[int, LayerShape]) -> None:
     difference = float((ours - reference).float().norm() / reference.float().norm())
     if not difference <= _TOLERANCE[reference.dtype]:
         raise _unproven(model, f"steps over a paged cache give other hidden states (relative {difference:.1e})")
+
+
+def _embeddings(model: PreTrainedModel) -> torch.Tensor:
+    module: Any = model.get_input_embeddings()
+    return module.weight
 
 
 def _unproven(model: PreTrainedModel, message: str) -> ModelError:

@@ -24,7 +24,7 @@ _HALF, _ONE, _ZERO, _LOWEST = np.float32(0.5), np.float32(1), np.float32(0), np.
 
 
 @numeric_kernel
-def write(keys, values, key, value, slots):  # type: ignore[no-untyped-def]
+def write(keys, values, key, value, slots):
     """Put rows into the cache.
 
     Args:
@@ -43,7 +43,7 @@ def write(keys, values, key, value, slots):  # type: ignore[no-untyped-def]
 
 
 @numeric_kernel
-def exponentials(scores, bits, powers, start, end, top):  # type: ignore[no-untyped-def]
+def exponentials(scores, bits, powers, start, end, top):
     """scores[i] = exp(scores[i] - top) for start <= i < end; error about 1e-7 of the value.
 
     Args:
@@ -69,7 +69,7 @@ def exponentials(scores, bits, powers, start, end, top):  # type: ignore[no-unty
 
 
 @numeric_kernel
-def score_block(scores, start, block, query, scale):  # type: ignore[no-untyped-def]
+def score_block(scores, start, block, query, scale):
     """scores[start + j] = scale * sum over d of query[d] * block[d, j], added in the order of d."""
     size = block.shape[1]
     for j in range(size):
@@ -97,7 +97,7 @@ def score_block(scores, start, block, query, scale):  # type: ignore[no-untyped-
 
 
 @numeric_kernel
-def add_values(output, weights, offset, block, start, end):  # type: ignore[no-untyped-def]
+def add_values(output, weights, offset, block, start, end):
     """output[d] += weights[offset + j] * block[j, d] for start <= j < end, added in the order of j."""
     dim = output.shape[0]
     j = start
@@ -125,7 +125,7 @@ def add_values(output, weights, offset, block, start, end):  # type: ignore[no-u
 
 
 @numeric_kernel
-def attend(query, keys, values, spans, tables, options, sinks, output, rows):  # type: ignore[no-untyped-def]
+def attend(query, keys, values, spans, tables, options, sinks, output, rows):
     """Attention of some rows of a step.
 
     Args:

@@ -77,15 +77,19 @@ class LowRank:
     """
 
     def __init__(self, down: torch.Tensor, up: torch.Tensor, scale: float) -> None:
-        self._down, self._up = pack(down), pack(up * scale)
-        self._plain = None if self._down is not None else (down, up * scale)
+        up = up * scale
+        packed = pack(down), pack(up)
+        self._packed = packed
+        self._plain = (down, up) if packed[0] is None else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, in] -> [rows, out]."""
-        if self._plain is not None:
-            down, up = self._plain
-            return x @ down.t() @ up.t()
-        return multiply(multiply(x, self._down, None), self._up, None)
+        down, up = self._packed
+        if down is not None and up is not None:
+            return multiply(multiply(x, down, None), up, None)
+        assert self._plain is not None
+        down, up = self._plain
+        return x @ down.t() @ up.t()
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor | None:

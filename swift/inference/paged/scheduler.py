@@ -115,12 +115,12 @@ class Scheduler:
         copy.num_cached = sequence.num_cached
         if sequence.num_computed % size == 0:
             return None
-        block = self.pool.allocate()
-        if block is None:  # its last tokens are computed again, when there is room
+        last = self.pool.allocate()
+        if last is None:  # its last tokens are computed again, when there is room
             return None
-        copy.blocks.append(block)
+        copy.blocks.append(last)
         copy.num_computed = sequence.num_computed
-        return sequence.blocks[full], block
+        return sequence.blocks[full], last
 
     def _piece(self, sequence: Sequence, room: int) -> Piece[Sequence] | None:
         """What a running sequence computes next; None if it has no blocks for it, or gave them up."""
