@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from swift.core.errors import NumericsError, SwiftError, UsageError
-from swift.inference.choosing.filters import Filters, row_argmax, sample_tokens
+from swift.inference.choosing.filters import Filters, row_argmax, sample_tokens, take_rows
 from swift.inference.choosing.penalties import Counts, add_bias, forbid, has_penalties, penalise
 from swift.inference.choosing.structured import Matcher, Structures, apply_masks
 from swift.inference.requests import Request, SamplingParams, TokenLogprob
@@ -237,7 +237,7 @@ class Chooser:
         rest = [(state, row) for state, row in places if row not in plain]
         if rest:
             rows = [row for _, row in rest]
-            found.update(zip(rows, self._choose_processed(scores[rows], [state for state, _ in rest])))
+            found.update(zip(rows, self._choose_processed(take_rows(scores, rows), [state for state, _ in rest])))
         return [found[row] for _, row in places]
 
     def _choose_processed(self, scores: torch.Tensor, states: list[RowState]) -> list[int | SwiftError]:
@@ -300,7 +300,7 @@ class Chooser:
 
 def _rows(scores: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """Some rows of `scores`; no copy when it is all of them."""
-    return scores if rows == list(range(scores.shape[0])) else scores[rows]
+    return scores if rows == list(range(scores.shape[0])) else take_rows(scores, rows)
 
 
 def _sound(scores: torch.Tensor) -> torch.Tensor:

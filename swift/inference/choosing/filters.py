@@ -14,7 +14,7 @@ import torch
 
 _BLOCK = 64  # columns whose maxima are compared first when the largest of a row is searched
 # sorted candidates, and the number of blocks that the vocabulary is cut into to find them; then the whole vocabulary
-_TIERS = ((32, 2048), (256, 4096))
+_TIERS = ((32, 2048), (256, 4096), (2048, 0))
 # temperatures are kept inside what fp32 can divide by: smaller ones are greedy already, larger ones uniform
 _COLDEST, _HOTTEST = 1e-37, 1e37
 
@@ -60,7 +60,7 @@ def probabilities(scores: torch.Tensor, temperatures: Sequence[float]) -> torch.
     """Softmax of the scores at each row's temperature, [rows, vocab]; finite whatever the temperature."""
     bounded = [min(max(value, _COLDEST), _HOTTEST) for value in temperatures]
     column = torch.tensor(bounded, dtype=scores.dtype, device=scores.device)[:, None]
-    return ((scores - scores.amax(dim=-1, keepdim=True)) / column).softmax(dim=-1)
+    return (scores - scores.amax(dim=-1, keepdim=True)).div_(column).softmax(dim=-1)
 
 
 def sample_tokens(scores: torch.Tensor, draws: Sequence[float], filters: Sequence[Filters]) -> torch.Tensor:
@@ -80,25 +80,31 @@ def sample_tokens(scores: torch.Tensor, draws: Sequence[float], filters: Sequenc
     chosen = torch.empty(len(filters), dtype=torch.int64, device=probs.device)
     ranked = [row for row, wanted in enumerate(filters) if 0 < wanted.top_k < vocab or wanted.top_p < 1]
     if len(ranked) < len(filters):
-        rows = sorted(set(range(len(filters))) - set(ranked))
-        weights = _drop_unlikely(_take(probs, rows), [filters[row].min_p for row in rows])
-        chosen[rows] = _draw(weights, _take(at, rows))
+        rows = [row for row in range(len(filters)) if row not in ranked]
+        weights = _drop_unlikely(_some(probs, rows), [filters[row].min_p for row in rows])
+        chosen[rows] = _draw(weights, _some(at, rows))
     for width, blocks in (*_TIERS, (vocab, 0)):
         rows = [row for row in ranked if width >= vocab or filters[row].top_k <= width]
         if not rows:
             continue
-        likeliest, tokens = _largest(_take(probs, rows), min(width, vocab), blocks)
+        likeliest, tokens = _largest(_some(probs, rows), min(width, vocab), blocks)
         weights, enough = _keep(likeliest, [filters[row] for row in rows])
-        places = _draw(weights, _take(at, rows))
+        places = _draw(weights, _some(at, rows))
         chosen[rows] = tokens.gather(1, places[:, None])[:, 0]
-        ranked = [row for row in ranked if row not in rows]
-        if width < vocab:  # who hasn't got its share yet is drawn again, among more candidates
-            ranked += [row for row, done in zip(rows, enough.tolist()) if not done]
+        # who hasn't got its share yet is drawn again, among more candidates
+        done = {row for row, full in zip(rows, enough.tolist()) if full or width >= vocab}
+        ranked = [row for row in ranked if row not in done]
     return chosen
 
 
-def _take(values: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    return values if len(rows) == values.shape[0] else values[rows]
+def take_rows(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Some rows of a matrix, a copy."""
+    return values.index_select(0, torch.tensor(rows, device=values.device))
+
+
+def _some(values: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """The same for rows in order; no copy when it is all of them."""
+    return values if len(rows) == values.shape[0] else take_rows(values, rows)
 
 
 def _largest(probs: torch.Tensor, width: int, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,7 +120,7 @@ def _largest(probs: torch.Tensor, width: int, num_blocks: int) -> tuple[torch.Te
     height = vocab // num_blocks if num_blocks else 0
     if height < 2:
         values, places = probs.topk(width, dim=-1)
-        return values, places
+        return _first_id_first(values, places)
     even = num_blocks * height
     maxima = probs[:, :even].view(rows, height, num_blocks).amax(dim=1)
     offsets = torch.arange(height, device=probs.device)[:, None] * num_blocks
@@ -122,7 +128,14 @@ def _largest(probs: torch.Tensor, width: int, num_blocks: int) -> tuple[torch.Te
     rest = torch.arange(even, vocab, device=probs.device).expand(rows, -1)
     candidates = torch.cat([inside, rest], dim=1)
     values, order = probs.gather(1, candidates).topk(width, dim=-1)
-    return values, candidates.gather(1, order)
+    return _first_id_first(values, candidates.gather(1, order))
+
+
+def _first_id_first(values: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Order equal values by place, as greedy choice does."""
+    places, order = places.sort(dim=-1)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    return values, places.gather(1, order)
 
 
 def _keep(likeliest: torch.Tensor, filters: Sequence[Filters]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,15 +155,19 @@ def _keep(likeliest: torch.Tensor, filters: Sequence[Filters]) -> tuple[torch.Te
 
 
 def _drop_unlikely(probs: torch.Tensor, min_p: Sequence[float]) -> torch.Tensor:
+    """Set to 0 what is below a share of the likeliest, in place."""
     if not any(min_p):
         return probs
     column = torch.tensor(list(min_p), dtype=probs.dtype, device=probs.device)[:, None]
-    return probs * (probs >= column * probs.amax(dim=-1, keepdim=True))
+    return probs.masked_fill_(probs < column * probs.amax(dim=-1, keepdim=True), 0.0)
 
 
 def _draw(weights: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """The first place whose cumulative weight exceeds the draw's share of all; never one of weight 0. [rows]"""
-    cumulative = weights.cumsum(dim=-1)
+    """The first place whose cumulative weight exceeds the draw's share of all; never one of weight 0. [rows]
+
+    The weights are used up: new memory costs as much as the sums.
+    """
+    cumulative = weights.cumsum_(dim=-1)
     total = cumulative[:, -1:].contiguous()
     # strictly below the total, whatever rounding does to the product: so the place exists, and its weight isn't 0
     wanted = torch.minimum(at * total, total.nextafter(torch.zeros_like(total)))
