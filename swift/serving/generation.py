@@ -77,6 +77,7 @@ class Generation:
     _watcher: asyncio.Task[None] | None = None
     _timer: asyncio.TimerHandle | None = None
     _entered: bool = False
+    _closed: bool = False
     _ahead: list[tuple[int, Update]] | None = None
 
     async def begin(self) -> None:
@@ -102,7 +103,10 @@ class Generation:
                 group=f"{self._exchange.id}-{wanted.group}" if len(self.wanted) > 1 else None,
                 priority=self.priority,
             )
-            self._submit(request, index)
+            if wanted.params.structure is None:
+                self._submit(request, index)
+            else:  # a schema takes a while to compile
+                await self.services.run(lambda r=request, i=index: self._submit(r, i))
         self._ahead = await self._take()
 
     def _submit(self, request: Request, index: int) -> None:
@@ -116,6 +120,8 @@ class Generation:
             raise refused from error
         self._ids.append(request.id)
         self._open.add(index)
+        if self._closed:
+            self.talker.backend.cancel(request.id)
 
     @property
     def _models(self) -> Models:
@@ -175,6 +181,7 @@ class Generation:
 
     def close(self) -> None:
         """Cancel what still runs, and give the places back. Idempotent."""
+        self._closed = True
         if self._watcher is not None:
             self._watcher.cancel()
         if self._timer is not None:

@@ -31,6 +31,7 @@ from swift.serving.services import Services
 log = get_logger("serving")
 
 Load = Callable[[], list[ServedModel]]
+_BACKLOG = 2048
 _LOCAL = ("127.", "localhost", "::1")
 
 
@@ -51,6 +52,7 @@ def listen(config: ServeConfig) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
+        listener.listen(_BACKLOG)  # from here on it is nobody else's
     except OSError as error:
         listener.close()
         fix = "stop what listens there, or choose another --port (0: any that is free)"
