@@ -76,6 +76,8 @@ def _show(arguments: list[str]) -> int:
 def _refuse_file_of_another_command(path: str) -> None:
     """Say which `--command` a file is for, when all that `swift sft` doesn't know in it belongs to one other command.
 
+    `infer` counts alone where `deploy` would do as well: what answers here may answer there.
+
     Raises:
         UsageError: if so, or if the file can't be read.
     """
@@ -88,6 +90,8 @@ def _refuse_file_of_another_command(path: str) -> None:
             extra = [item.name for item in given if item.name not in names_of(classes.SftConfig)]
             if extra and all(name in names_of(cls) for name in extra):
                 foreign[other.name] = extra
+    if "infer" in foreign:
+        foreign.pop("deploy", None)
     if len(foreign) == 1:
         ((command, names),) = foreign.items()
         verb = "is a setting" if len(names) == 1 else "are settings"

@@ -16,6 +16,7 @@ from typing import Any
 from swift.config.commands import PtConfig
 from swift.config.communication import communication_faults
 from swift.config.curriculum import read_curriculum
+from swift.config.engine_checks import ENGINE_RANGES, engine_faults
 from swift.config.files import CONFIG_NAME, what_is_there
 from swift.config.parallel_checks import parallel_faults
 from swift.config.preference_checks import PREFERENCE_RANGES, preference_faults
@@ -71,14 +72,8 @@ _RANGES: dict[str, tuple[float, float | None, bool, bool]] = {
     "save_steps": (1, None, True, True),
     "save_total_limit": (1, None, True, True),
     "logging_steps": (1, None, True, True),
-    "max_new_tokens": (1, None, True, True),
-    "temperature": (0, None, True, True),
-    "top_p": (0, 1, False, True),
-    "top_k": (0, None, True, True),
-    "repetition_penalty": (0, None, False, True),
-    "num_beams": (1, None, True, True),
-    "max_batch_size": (1, None, True, True),
     "merge_tolerance": (0, None, False, True),
+    **ENGINE_RANGES,
     **PREFERENCE_RANGES,
     **TASK_RANGES,
 }
@@ -477,8 +472,7 @@ class _Checker:
                 )
 
     def generation(self) -> Iterator[Problem]:
-        if self["num_beams"] and self["num_beams"] > 1 and self["stream"]:
-            yield self.fault("stream num_beams", "beam search can't stream", "--num_beams 1, or --stream false")
+        yield from engine_faults(self.values, self.fault)
         if self["load_data_args"] and self["load_args"] is False:
             yield self.fault("load_data_args load_args", "load_data_args needs load_args true")
         if self["merge_lora"] and not self["adapters"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from swift.config.data import BatchingConfig, DataConfig, PromptConfig, RowsConfig, TemplateConfig
+from swift.config.engine import EngineConfig
 from swift.config.export import ExportConfig as ExportConfig
 from swift.config.inference import GenerationConfig, InferRunConfig, MergeConfig
 from swift.config.model import ModelConfig
@@ -91,6 +92,7 @@ class InferConfig:
     data: RowsConfig = field(default_factory=RowsConfig)
     template: PromptConfig = field(default_factory=PromptConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     infer: InferRunConfig = field(default_factory=InferRunConfig)
     task: AnsweredTaskConfig = field(default_factory=AnsweredTaskConfig)
 

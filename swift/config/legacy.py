@@ -209,7 +209,7 @@ RULES: dict[str, Rule] = {
     **_later("teacher_deepspeed", "the teacher is held as the model is; --offload_teacher_model true saves memory"),
     **_satisfied("dataset_kwargs padding_value label_pad_token_id is_encoder_decoder", "it is found by itself"),
     # engines and servers
-    **_later("use_vllm use_lmdeploy gpu_memory_utilization max_num_seqs", _ENGINE),
+    **_later("use_vllm use_lmdeploy gpu_memory_utilization", _ENGINE),
     **_later(
         "host port api_key served_model_name owned_by log_interval max_logprobs ssl_certfile ssl_keyfile base_url "
         "server_name server_port share lang studio_title is_multimodal",
@@ -226,13 +226,12 @@ RULES: dict[str, Rule] = {
         "exporting is being built",
     ),
     **_later(
-        "sampler_engine sampler_type orm_model prm_model prm_threshold n_best_to_keep num_return_sequences "
+        "sampler_engine sampler_type orm_model prm_model prm_threshold n_best_to_keep "
         "num_sampling_batch_size num_sampling_batches easy_query_threshold override_exist_file data_range "
         "engine_kwargs output_file cache_files",
         "sampling with rewards is being built; `swift infer --val_dataset FILE` generates one answer a row",
     ),
     **_later("val_dataset_sample", "write --val_dataset path#rows"),
-    **_later("min_p", "choose --top_p or --top_k", ("0", "0.0", *OFF)),
     **_satisfied("write_batch_size", "every result is written when it is there"),
     **_satisfied("use_logits_to_keep", "logits are computed for trained tokens only"),
     **_satisfied("verbose", "see --log_level"),
@@ -245,6 +244,7 @@ RULES: dict[str, Rule] = {
 _OF_RLHF = {
     **_later("task_type", "it follows from --rlhf_type", ("causal_lm", "seq_cls", *OFF), "rlhf_type says it"),
     **_later("num_labels", "a reward is one number", ("1", *OFF), "a reward is one number"),
+    **_later("min_p", "choose --top_p or --top_k", ("0", "0.0", *OFF)),
 }
 
 # configuration class -> settings of training that scripts also give to that command, where they mean nothing
@@ -320,7 +320,7 @@ VALUE_NAMES: dict[str, dict[str, str]] = {
     "eval_strategy": {"false": "no"},
     "save_strategy": {"false": "no"},
     "template": {"auto": "none", "default": "none"},
-    "infer_backend": {"pt": "transformers", "auto": "transformers"},
+    "infer_backend": {"pt": "transformers", "llama.cpp": "llamacpp"},
     "loss_type": {
         "pointwise_reranker": "pointwise",
         "listwise_reranker": "listwise",
@@ -361,7 +361,6 @@ VALUES_LATER: dict[str, dict[str, str]] = {
         ),
     },
     "rlhf_type": dict.fromkeys(("ppo", "grpo"), _RL_METHOD),
-    "infer_backend": dict.fromkeys(("vllm", "sglang", "lmdeploy"), "use --infer_backend transformers"),
     "attn_impl": dict.fromkeys(
         ("flash_attention_3", "flash_attention_4", "flex_attention", "xformers"),
         "leave it out: the fastest attention that is there is chosen",

@@ -30,6 +30,7 @@ _GROUPS: dict[str, tuple[tuple[str, ...], str]] = {
     "checkpoint": (("checkpoint", "checkpoints", "save", "output"), "save_"),
     "monitor": (("monitor", "logging", "log"), "logging_"),
     "generation": (("generation", "generation_config", "generate"), ""),
+    "engine": (("engine",), ""),
     "infer": (("infer", "inference"), ""),
     "merge": (("merge",), ""),
     "preference": (("preference", "rlhf", "dpo", "kto"), ""),

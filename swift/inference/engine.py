@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 import queue
 import uuid
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from swift.config.inference import GenerationConfig
 from swift.core.errors import DataError, SwiftError, UsageError
@@ -25,6 +25,8 @@ from swift.inference.sampling import resolve_sampling
 
 __all__ = ["AnswerStream", "Completion", "Engine"]
 
+K = TypeVar("K")
+
 
 class Engine:
     """Generates with one model.
@@ -34,6 +36,7 @@ class Engine:
         tokenizer: the model's tokenizer.
         encoder: turns conversations into prompts.
         max_in_flight: prompts that the backend is given at a time.
+        max_ahead: prompts begun after the first that isn't answered yet: one long answer doesn't hold up more.
         defaults: the model's own `generation_config`; None for none.
     """
 
@@ -44,12 +47,14 @@ class Engine:
         encoder: ChatEncoder,
         *,
         max_in_flight: int = 128,
+        max_ahead: int = 1024,
         defaults: Any = None,
     ) -> None:
         self.backend = backend
         self.tokenizer = tokenizer
         self.encoder = encoder
         self.max_in_flight = max_in_flight
+        self.max_ahead = max_ahead
         self._defaults = defaults
         self._special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         self._ids = (f"{uuid.uuid4().hex[:8]}-{number}" for number in itertools.count())
@@ -148,8 +153,50 @@ class Engine:
             else:
                 usable.append(index)
         usable.sort(key=lambda i: (-len(prompts[i]), i))
-        waiting = ((i, prompts[i], replace(params, seed=f"{config.seed}/{seeds[i]}")) for i in usable)
-        yield from self._answer(waiting)
+        yield from self.answer((i, prompts[i], replace(params, seed=f"{config.seed}/{seeds[i]}")) for i in usable)
+
+    def answer(
+        self, asked: Iterable[tuple[K, list[int], SamplingParams]]
+    ) -> Iterator[tuple[K, Completion | SwiftError]]:
+        """Answer what is asked, taking more whenever an answer is complete, so that the backend is never out of work.
+
+        Args:
+            asked: (key, prompt, settings with the seed). Read `max_ahead` at most beyond the first that isn't complete.
+
+        Yields:
+            (key, answer) as they are complete: the completion, or the error that concerns this one alone.
+
+        Raises:
+            UsageError: settings aren't possible.
+        """
+        asked = iter(asked)
+        ready: queue.SimpleQueue[tuple[int, _Answer]] = queue.SimpleQueue()
+        open_ones: dict[int, _Open[K]] = {}  # by number, in order
+        taken = 0
+        try:
+            while True:
+                while len(open_ones) < self.max_in_flight and taken - next(iter(open_ones), taken) < self.max_ahead:
+                    item = next(asked, None)
+                    if item is None:
+                        break
+                    key, prompt, params = item
+                    answer, number = _Answer(len(prompt)), taken
+                    request = Request(next(self._ids), list(prompt), self._without_words(params))
+                    try:
+                        self.backend.submit(request, answer.sink(lambda done, n=number: ready.put((n, done))))
+                    except DataError as error:
+                        yield key, error
+                        continue
+                    open_ones[number] = _Open(key, request.id, params)
+                    taken += 1
+                if not open_ones:
+                    return
+                number, answer = ready.get()
+                done = open_ones.pop(number)
+                yield done.key, answer.error or self._cut(answer.completion(), done.params)
+        finally:
+            for left in open_ones.values():
+                self.backend.cancel(left.request_id)
 
     def stream(self, prompt: list[int], config: GenerationConfig, *, seed: int | str = 0) -> AnswerStream:
         """Answer one prompt piece by piece.
@@ -187,29 +234,6 @@ class Engine:
         words = {self._special[word] for word in params.stop if word in self._special}
         return frozenset(own) | frozenset(params.stop_token_ids) | words
 
-    def _answer(
-        self, waiting: Iterator[tuple[int, list[int], SamplingParams]]
-    ) -> Iterator[tuple[int, Completion | SwiftError]]:
-        """Keep the backend busy with what waits; (index, answer) as they are complete."""
-        ready: queue.SimpleQueue[tuple[int, _Answer]] = queue.SimpleQueue()
-        there: dict[int, str] = {}  # index -> request id
-        words: dict[int, SamplingParams] = {}
-        try:
-            while True:
-                for index, prompt, params in itertools.islice(waiting, self.max_in_flight - len(there)):
-                    request = Request(next(self._ids), list(prompt), self._without_words(params))
-                    there[index], words[index] = request.id, params
-                    answer = _Answer(len(prompt))
-                    self.backend.submit(request, answer.sink(lambda a, i=index: ready.put((i, a))))
-                if not there:
-                    return
-                index, answer = ready.get()
-                del there[index]
-                yield index, answer.error or self._cut(answer.completion(), words.pop(index))
-        finally:
-            for request_id in there.values():
-                self.backend.cancel(request_id)
-
     def _without_words(self, params: SamplingParams) -> SamplingParams:
         """Beam search knows nothing of stop words: the best answer is cut when it is there."""
         if params.num_beams == 1 or not params.stop:
@@ -226,6 +250,15 @@ class Engine:
             scanner.push(decoder.push(answer.tokens[count]))
             count += 1
         return replace(answer, tokens=answer.tokens[:count], text=answer.text[:cut], finish_reason="stop")
+
+
+@dataclass(frozen=True)
+class _Open(Generic[K]):
+    """What is being answered."""
+
+    key: K
+    request_id: str
+    params: SamplingParams
 
 
 class _Answer:
@@ -266,6 +299,7 @@ class _Answer:
 
     def completion(self) -> Completion:
         """All of it."""
+        tops = [each.top for each in self._logprobs or []]
         return Completion(
             tokens=self._tokens,
             text="".join(self._text),
@@ -273,6 +307,7 @@ class _Answer:
             num_prompt_tokens=self._num_prompt_tokens,
             logprobs=None if self._logprobs is None else [each.logprob for each in self._logprobs],
             num_cached_tokens=self._num_cached_tokens,
+            top_logprobs=None if not tops or not any(tops) else tops,
         )
 
 

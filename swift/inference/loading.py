@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.config import InferConfig, build_config, to_flat
+from swift.config.engine_checks import paged_settings
+from swift.config.model import ModelConfig
 from swift.core.devices import Device, detect_device
 from swift.core.errors import ModelError, UsageError
 from swift.core.logging import get_logger, local_rank
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
 
 log = get_logger("inference")
 
-_QUEUED = 4  # batches that the backend is given at a time: it sorts them, and is never out of work
+_QUEUED = 4  # batches that the backend is given at a time: it may sort them, and is never out of work
+_AHEAD = 4  # as many times that number of prompts are begun beyond a long answer; what a kill can lose
 _IDENTITY_SUFFIXES = (".json", ".safetensors", ".bin", ".jinja", ".model", ".txt")
 
 
@@ -70,7 +73,18 @@ class Prepared:
             "dtype": str(self.dtype).removeprefix("torch."),
             "rope_scaling": self.config.model.rope_scaling,
             "max_model_len": self.config.model.max_model_len,
-            **({} if self.judge is None else {"task": self.judge.name, **vars(self.config.task)}),
+            **(self._engine_identity() if self.judge is None else {"task": self.judge.name, **vars(self.config.task)}),
+        }
+
+    def _engine_identity(self) -> dict[str, Any]:
+        """What of the engine an answer can depend on. Sizes of batches and caches are none of it."""
+        from swift.inference.backends.choose import wanted_backend
+
+        engine = self.config.engine
+        return {
+            "infer_backend": wanted_backend(self.config),
+            "kv_cache_dtype": engine.kv_cache_dtype,
+            "weight_format": engine.weight_format,
         }
 
     def load(self) -> Engine:
@@ -79,17 +93,19 @@ class Prepared:
         Raises:
             ModelError: weights that don't fit, or a merge that changes the answers.
         """
-        from swift.inference.backends.choose import make_backend
+        from swift.inference.backends.choose import running_backend
 
         assert isinstance(self.encoder, ChatEncoder)  # where there is no judge
-        backend = make_backend(self)
-        try:
-            backend.start()
-        except BaseException:
-            backend.close()
-            raise
-        in_flight = _QUEUED * self.config.infer.max_batch_size
-        return Engine(backend, self.tokenizer, self.encoder, max_in_flight=in_flight, defaults=self.model_settings())
+        backend = running_backend(self)
+        in_flight = _QUEUED * self.config.engine.max_batch_size
+        return Engine(
+            backend,
+            self.tokenizer,
+            self.encoder,
+            max_in_flight=in_flight,
+            max_ahead=_AHEAD * in_flight,
+            defaults=self.model_settings(),
+        )
 
     def weights(self) -> Any:
         """The generating model with its adapter, merged if that was asked for.
@@ -98,6 +114,17 @@ class Prepared:
             ModelError: weights that don't fit, or a merge that changes the answers.
         """
         return self._weights(CAUSAL_LM)
+
+    def draft_weights(self) -> Any:
+        """The smaller model of `--draft_model`, placed and typed as the model.
+
+        Raises:
+            ModelError: weights that don't fit.
+        """
+        settings = ModelConfig(model=self.config.engine.draft_model, use_hf=self.config.model.use_hf)
+        return load_model(
+            resolve_model(settings), settings, dtype=self.dtype, device=self.device.torch_device, task=CAUSAL_LM
+        )
 
     def model_settings(self) -> Any:
         """The model's own `generation_config` (of transformers), read without the weights."""
@@ -135,7 +162,7 @@ class Prepared:
             self.judge.answerer,
             self.judge.probe,
             self.judge.targets,
-            max_batch_size=self.config.infer.max_batch_size,
+            max_batch_size=self.config.engine.max_batch_size,
             pad_token_id=int(self.tokenizer.pad_token_id or 0),
         )
 
@@ -207,6 +234,13 @@ def prepare(config: InferConfig) -> Prepared:
     if task is None:
         encoder = ChatEncoder(tokenizer, config.template)
         return Prepared(config, base, adapter, tokenizer, encoder, device, dtype)
+    if config.engine.infer_backend not in ("auto", "transformers") or paged_settings(config.engine):
+        given = paged_settings(config.engine) or ["infer_backend"]
+        raise UsageError(
+            f"--{given[0]} is for models that generate, and this one is for {task[0]}",
+            where=f"--{given[0]}",
+            fix="leave it out",
+        )
     judge = make_judge(config, *task, tokenizer, adapter or base)
     return Prepared(config, base, adapter, tokenizer, judge.encoder, device, dtype, judge)
 

@@ -150,7 +150,9 @@ class Completion:
         finish_reason: `stop` (an end token or a stop text), `length` (out of tokens), `cancelled` (by the caller).
         num_prompt_tokens: length of the prompt.
         logprobs: log-probability of each of `tokens` before temperature and filters, if asked for.
-        num_cached_tokens: prompt tokens found in the prefix cache.
+        num_cached_tokens: prompt tokens found in the prefix cache. It says how, not what was answered: equal answers
+            may differ in it.
+        top_logprobs: for each of `tokens` the likeliest at its place, likeliest first, if asked for.
     """
 
     tokens: list[int]
@@ -158,4 +160,5 @@ class Completion:
     finish_reason: FinishReason
     num_prompt_tokens: int
     logprobs: list[float] | None = None
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = field(default=0, compare=False)
+    top_logprobs: list[tuple[tuple[int, float], ...]] | None = None

@@ -8,8 +8,10 @@ runs its greedy loop, and `RowSampler` leaves it exactly one candidate per row.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,7 +19,7 @@ from transformers import LogitsProcessor
 
 from swift.config.inference import GenerationConfig
 from swift.core.errors import NumericsError, UsageError
-from swift.inference.requests import SamplingParams
+from swift.inference.requests import SamplingParams, Structure
 
 DEFAULT_NEW_TOKENS = 512
 _TOP_P_CANDIDATES = 512  # sorted first for top_p; the rest of the vocabulary only if they don't hold the share
@@ -27,7 +29,7 @@ def resolve_sampling(config: GenerationConfig, defaults: Any) -> SamplingParams:
     """Fill what the user left open from the model's own `generation_config`.
 
     A model that samples by default (`do_sample`) keeps its temperature, top_p, top_k and min_p; other models are
-    greedy, unless the user gives a temperature, top_p or top_k.
+    greedy, unless the user gives a temperature, top_p, top_k or min_p.
 
     Args:
         config: the user's settings.
@@ -38,7 +40,8 @@ def resolve_sampling(config: GenerationConfig, defaults: Any) -> SamplingParams:
     """
     _check(config)
     model_samples = bool(getattr(defaults, "do_sample", None)) and config.num_beams == 1
-    user_samples = config.temperature is None and (config.top_p is not None or config.top_k is not None)
+    filters = (config.top_p, config.top_k, config.min_p)
+    user_samples = config.temperature is None and any(value is not None for value in filters)
 
     def pick(name: str, off: float) -> float:
         value = getattr(config, name, None)
@@ -57,16 +60,53 @@ def resolve_sampling(config: GenerationConfig, defaults: Any) -> SamplingParams:
     if penalty is None:
         penalty = getattr(defaults, "repetition_penalty", None) or 1.0
     return SamplingParams(
-        max_new_tokens=config.max_new_tokens or DEFAULT_NEW_TOKENS,
+        max_new_tokens=config.max_new_tokens or max(DEFAULT_NEW_TOKENS, config.min_new_tokens),
         temperature=float(temperature),
         top_p=float(pick("top_p", 1.0)),
         top_k=max(0, int(pick("top_k", 0))),
         min_p=float(pick("min_p", 0.0)),
         repetition_penalty=float(penalty),
+        min_new_tokens=config.min_new_tokens,
+        presence_penalty=float(config.presence_penalty),
+        frequency_penalty=float(config.frequency_penalty),
         num_beams=config.num_beams,
+        length_penalty=float(config.length_penalty),
         stop=tuple(word for word in config.stop_words if word),
+        stop_token_ids=tuple(config.stop_token_ids),
+        ignore_eos=config.ignore_eos,
+        logprobs=(config.top_logprobs or 0) if config.logprobs else None,
+        structure=read_structure(config),
         seed=str(config.seed),
     )
+
+
+def read_structure(config: GenerationConfig) -> Structure | None:
+    """What answers have to look like, read from its file where it is in one.
+
+    Raises:
+        UsageError: there is no such file, or several things are asked for.
+    """
+    schema, regex = config.structured_outputs_json, config.structured_outputs_regex
+    choice, grammar = config.structured_outputs_choice, config.structured_outputs_grammar
+    if sum(map(bool, (schema, regex, choice, grammar))) > 1:
+        raise UsageError("answers can have one form", where="--structured_outputs_*", fix="keep one of these settings")
+    if schema == "object":
+        return Structure("json")
+    if schema:
+        inline = schema.lstrip().startswith("{")
+        return Structure("json_schema", schema if inline else _contents(schema, "--structured_outputs_json"))
+    if regex:
+        return Structure("regex", regex)
+    if choice:
+        return Structure("choice", json.dumps(choice))
+    return Structure("grammar", _contents(grammar, "--structured_outputs_grammar")) if grammar else None
+
+
+def _contents(file: str, flag: str) -> str:
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} can't be read: {error}", where=flag, fix="name a text file") from error
 
 
 def _check(config: GenerationConfig) -> None:
@@ -75,7 +115,14 @@ def _check(config: GenerationConfig) -> None:
         ("temperature", config.temperature, lambda v: v >= 0, "0 (greedy) or above"),
         ("top_p", config.top_p, lambda v: 0 < v <= 1, "above 0 and at most 1"),
         ("top_k", config.top_k, lambda v: v >= -1, "1 or above; 0 or -1 switch it off"),
+        ("min_p", config.min_p, lambda v: 0 <= v <= 1, "from 0 to 1"),
         ("repetition_penalty", config.repetition_penalty, lambda v: v > 0, "above 0; 1 switches it off"),
+        ("presence_penalty", config.presence_penalty, lambda v: -2 <= v <= 2, "from -2 to 2"),
+        ("frequency_penalty", config.frequency_penalty, lambda v: -2 <= v <= 2, "from -2 to 2"),
+        ("length_penalty", config.length_penalty, lambda v: -10 <= v <= 10, "from -10 to 10"),
+        ("min_new_tokens", config.min_new_tokens, lambda v: v >= 0, "0 or above"),
+        ("top_logprobs", config.top_logprobs, lambda v: v >= 0, "0 or above"),
+        ("num_return_sequences", config.num_return_sequences, lambda v: v >= 1, "at least 1"),
         ("num_beams", config.num_beams, lambda v: v >= 1, "at least 1"),
     ]
     for name, value, valid, wanted in limits:

@@ -6,7 +6,8 @@ an evaluation. One forward pass answers a batch; nothing is generated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from swift.models.prepare import first_position
 from swift.objectives.predictions import Prediction, Report, predictions
 
 Probe = Callable[[torch.Tensor, OutputHead, Batch], torch.Tensor]
-WINDOW_BATCHES = 4
+WINDOW_BATCHES = 4  # rows are sorted by length among so many batches of them
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,6 @@ class Scorer:
         self._device = next(self.model.parameters()).device
         self._layout = Layout(padding_free=False, units=True, targets=self.targets, pad_token_id=self.pad_token_id)
 
-    @property
-    def window(self) -> int:
-        """Rows taken at a time."""
-        return WINDOW_BATCHES * self.max_batch_size
-
     def read(self, inputs: Inputs, indices: range) -> Iterator[ScoredRow]:
         """The rows at `indices`, encoded."""
         for index, (ref, row) in enumerate(inputs.rows()):
@@ -104,13 +100,19 @@ class Scorer:
         except SwiftError as error:
             return ScoredRow(index, ref, problem=("not_encodable", error.message))
 
-    def answer(self, window: list[ScoredRow]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(place in the window, result) of every row, rows of like length together."""
-        for number, row in enumerate(window):
+    def answer(self, rows: Iterable[ScoredRow]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(place, result) of every row, as they come."""
+        numbered = enumerate(rows)
+        while window := list(itertools.islice(numbered, WINDOW_BATCHES * self.max_batch_size)):
+            yield from self._answer_window(window)
+
+    def _answer_window(self, window: list[tuple[int, ScoredRow]]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Rows of like length together."""
+        for number, row in window:
             if row.problem is not None:
                 reason, message = row.problem
                 yield number, {**row.result(), "status": "error", "reason": reason, "error": message}
-        good = [(number, row, row.asked) for number, row in enumerate(window) if row.asked is not None]
+        good = [(number, row, row.asked) for number, row in window if row.asked is not None]
         good.sort(key=lambda each: max(len(unit.input_ids) for unit in each[2].units))
         for start in range(0, len(good), self.max_batch_size):
             together = good[start : start + self.max_batch_size]

@@ -138,10 +138,18 @@ def test_rows_cant_be_set_aside_in_inference():
 
 
 def test_engines():
-    assert infer("--infer_backend", "pt").config.infer.infer_backend == "transformers"
+    assert infer("--infer_backend", "pt").config.engine.infer_backend == "transformers"
+    assert infer().config.engine.infer_backend == "auto"
     for engine in ("vllm", "sglang", "lmdeploy"):
-        with pytest.raises(UsageError, match="not available yet"):
-            infer("--infer_backend", engine)
+        assert infer("--infer_backend", engine).config.engine.infer_backend == engine
+    assert infer("--max_num_seqs", "7").config.engine.max_batch_size == 7
+
+
+def test_a_file_of_an_earlier_version_groups_the_engine_with_inference(tmp_path):
+    file = tmp_path / "old.yaml"
+    file.write_text("infer:\n  infer_backend: transformers\n  max_batch_size: 9\n")
+    config = infer(str(file)).config
+    assert (config.engine.infer_backend, config.engine.max_batch_size) == ("transformers", 9)
 
 
 def test_every_rule_gives_advice_or_a_reason():

@@ -5,16 +5,18 @@ from __future__ import annotations
 import pytest
 
 
-@pytest.fixture(scope="session")
-def tiny_engine(tiny_model_dir):
-    """An engine on the tiny random model, fp32 on the CPU. Tests don't change it."""
+@pytest.fixture(scope="session", params=["swift", "transformers"])
+def tiny_engine(tiny_model_dir, request):
+    """An engine on the tiny random model, fp32 on the CPU, by each backend of our own. Tests don't change it."""
     from swift.config import InferConfig
     from swift.inference.loading import load_engine
 
     config = InferConfig()
     config.model.model = str(tiny_model_dir)
     config.infer.device = "cpu"
-    return load_engine(config)
+    config.engine.infer_backend = request.param
+    with load_engine(config) as engine:
+        yield engine
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from swift import LoRAConfig, Swift
 from swift.config import InferConfig, build_config
 from swift.config.inference import GenerationConfig
 from swift.core.errors import ModelError
-from swift.inference.loading import load_engine
+from swift.inference.loading import load_engine, prepare
 
 KINDS = {
     "lora": {"r": 8, "lora_alpha": 32, "target_modules": "all-linear"},
@@ -37,12 +37,16 @@ def engine_for(**flags):
     return load_engine(build_config(InferConfig, {"device": "cpu", **flags}))
 
 
+def weights_for(**flags):
+    return prepare(build_config(InferConfig, {"device": "cpu", **flags})).weights()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapter_and_merged_answer_alike(tiny_model_dir, tiny_engine, questions, tmp_path, kind):
     adapter = make_adapter(tiny_model_dir, tmp_path / "adapter", kind)
     flags = {"model": str(tiny_model_dir), "adapters": [str(adapter)]}
     separate, merged = engine_for(**flags), engine_for(**flags, merge_lora=True)
-    assert Swift.adapters(separate.model) and not Swift.adapters(merged.model)
+    assert Swift.adapters(weights_for(**flags)) and not Swift.adapters(weights_for(**flags, merge_lora=True))
     for settings in ({}, {"temperature": 0.8, "top_p": 0.9}):
         config = GenerationConfig(max_new_tokens=24, **settings)
         answers = separate.generate(questions, config)

@@ -2,24 +2,120 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
+import torch
+from peft import PeftModel
+
+from swift.config import InferConfig
+from swift.config.engine import InferBackend
+from swift.config.engine_checks import paged_settings
+from swift.core.errors import ModelError, UsageError
+from swift.core.logging import get_logger
 from swift.inference.backends.base import Backend
 from swift.inference.backends.transformers import TransformersBackend
 
 if TYPE_CHECKING:
     from swift.inference.loading import Prepared
 
+log = get_logger("inference")
+
+
+def wanted_backend(config: InferConfig) -> InferBackend:
+    """What `--infer_backend` means on this machine; with `auto`, a model that swift can't run goes to transformers."""
+    engine = config.engine
+    if engine.infer_backend != "auto":
+        return engine.infer_backend
+    if config.model.attn_impl != "auto":  # the paged engine attends by itself
+        return "transformers"
+    vllm = torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None
+    return "vllm" if vllm and not paged_settings(engine) else "swift"
+
 
 def make_backend(prepared: Prepared) -> Backend:
     """The backend that `--infer_backend` asks for, the weights read; it isn't started yet.
 
     Raises:
-        ModelError: weights that don't fit, or a merge that changes the answers.
+        ModelError: weights that don't fit, or a merge that changes the answers; or the backend can't run the model.
+        UsageError: settings that the backend for this model doesn't have.
+        SwiftError: the backend isn't installed.
     """
+    wanted = wanted_backend(prepared.config)
+    if wanted == "transformers":
+        return _transformers(prepared, prepared.weights())
+    if wanted != "swift":
+        from swift.inference.backends.external import external
+
+        return external(prepared)
+    return _paged(prepared)
+
+
+def running_backend(prepared: Prepared) -> Backend:
+    """The backend that `--infer_backend` asks for, started.
+
+    With `auto`, a model whose answers over a paged cache turn out to be others goes to transformers.
+
+    Raises:
+        SwiftError: as `make_backend`; or it doesn't start.
+    """
+    backend = make_backend(prepared)
+    try:
+        backend.start()
+        return backend
+    except ModelError as error:
+        backend.close()
+        if backend.name != "swift" or prepared.config.engine.infer_backend != "auto":
+            raise
+        reason = error.message
+    except BaseException:
+        backend.close()
+        raise
+    fallback = _instead(prepared, prepared.weights(), reason)
+    fallback.start()
+    return fallback
+
+
+def _paged(prepared: Prepared) -> Backend:
+    """Our own engine; with `auto`, transformers for a model that it can't run."""
+    from swift.inference.backends.swift import SwiftBackend
+    from swift.inference.paged.fit import paged_unsupported_reason
+
+    config = prepared.config.engine
+    if prepared.config.model.attn_impl != "auto":
+        raise UsageError(
+            f"the paged engine attends by itself, not by {prepared.config.model.attn_impl}",
+            where="--attn_impl",
+            fix="leave it out, or --infer_backend transformers",
+        )
+    model = prepared.weights()
+    adapted = isinstance(model, PeftModel)
+    inner: Any = model.get_base_model() if adapted else model  # the adapter's layers are in there
+    reason = paged_unsupported_reason(inner)
+    if reason is not None and config.infer_backend == "auto":
+        return _instead(prepared, model, reason)
+    draft = None if config.draft_model is None else prepared.draft_weights()
+    stops = prepared.stop_token_ids()
+    # some adapters compute with the weights of the layers that they sit on
+    return SwiftBackend(inner, prepared.tokenizer, config, stop_token_ids=stops, owned=not adapted, draft_model=draft)
+
+
+def _instead(prepared: Prepared, model: Any, reason: str) -> Backend:
+    """transformers, for a model that the paged engine can't run."""
+    if given := paged_settings(prepared.config.engine):
+        raise UsageError(
+            f"{given[0]} is a setting of the paged engine, which can't run this model: {reason}",
+            where=f"--{given[0]}",
+            fix=f"leave out {given[0]}: transformers' generate runs the model",
+        )
+    log.info("transformers' generate runs the model; the paged engine can't: %s", reason)
+    return _transformers(prepared, model)
+
+
+def _transformers(prepared: Prepared, model: Any) -> Backend:
     return TransformersBackend(
-        prepared.weights(),
+        model,
         prepared.tokenizer,
         prepared.stop_token_ids(),
-        max_batch_size=prepared.config.infer.max_batch_size,
+        max_batch_size=prepared.config.engine.max_batch_size,
     )

@@ -19,7 +19,7 @@ import torch
 from transformers import GenerationConfig as ModelGenerationConfig
 from transformers import LogitsProcessor, StoppingCriteria
 
-from swift.core.errors import SwiftError, UsageError
+from swift.core.errors import DataError, SwiftError, UsageError
 from swift.core.logging import get_logger
 from swift.inference.backends.base import EngineStats, ModelInfo
 from swift.inference.backends.prompt import check_prompt
@@ -465,9 +465,9 @@ class _Unwanted(StoppingCriteria):
         return cast(torch.BoolTensor, torch.full((input_ids.shape[0],), unwanted, device=input_ids.device))
 
 
-def _too_large(num_tokens: int, error: Exception) -> SwiftError:
+def _too_large(num_tokens: int, error: Exception) -> DataError:
     first_line = str(error).splitlines()[0] if str(error) else "out of memory"
-    return SwiftError(
+    return DataError(
         f"out of memory while answering a prompt of {num_tokens} tokens: {first_line}",
         fix="shorten the prompt, lower --max_new_tokens, or use --torch_dtype bfloat16",
     )
