@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from starlette.requests import Request as HttpRequest
 
@@ -106,7 +107,7 @@ class Generation:
             if wanted.params.structure is None:
                 self._submit(request, index)
             else:  # a schema takes a while to compile
-                await self.services.run(lambda r=request, i=index: self._submit(r, i))
+                await self.services.run(partial(self._submit, request, index))
         self._ahead = await self._take()
 
     def _submit(self, request: Request, index: int) -> None:

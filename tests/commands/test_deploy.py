@@ -25,7 +25,7 @@ HELLO: Any = [{"role": "user", "content": "Hello, who are you?"}]
 @contextmanager
 def deployed(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
     """(process, url, its lines so far) of a server that is ready."""
-    command = [sys.executable, "-m", "swift", "deploy", "--port", "0", "--kv_cache_gib", "0.05", *flags]
+    command = [sys.executable, "-m", "swift.cli", "deploy", "--port", "0", "--kv_cache_gib", "0.05", *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     lines: list[str] = []
     ready = threading.Event()
@@ -94,6 +94,7 @@ def test_from_the_command_line_to_an_answer(tiny_model_dir: Path, adapter_dir: P
         assert process.wait(30) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_running_answer_may_end_after_the_signal(tiny_model_dir: Path, number: signal.Signals) -> None:
     with deployed("--model", str(tiny_model_dir)) as (process, url, lines):
@@ -111,7 +112,7 @@ def test_a_running_answer_may_end_after_the_signal(tiny_model_dir: Path, number:
 
 def test_what_is_wrong_is_said_before_the_model_is_loaded(tiny_model_dir: Path, tmp_path: Path) -> None:
     def fails(*flags: str) -> str:
-        command = [sys.executable, "-m", "swift", "deploy", "--model", str(tiny_model_dir), *flags]
+        command = [sys.executable, "-m", "swift.cli", "deploy", "--model", str(tiny_model_dir), *flags]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 2, done.stderr
         assert "Traceback" not in done.stderr
