@@ -167,6 +167,32 @@ def test_broken_scores_end_their_own_request(params, value):
         chooser.prompt_logprobs(scores, [1, 2, 3], 0)
 
 
+def test_scores_are_broken_even_where_they_cannot_be_chosen():
+    chooser = Chooser(VOCAB, "cpu")
+    scores = scores_after([1])[None]
+    scores[0, 2] = torch.nan
+    (found,) = chooser.choose(scores, [Run(chooser.begin(Request("r", [1], SETTINGS[12]), ENDS))])
+    assert isinstance(found, NumericsError)
+
+
+@pytest.mark.parametrize(
+    ("params", "wanted"),
+    [
+        (SamplingParams(frequency_penalty=2.0), [0, 1, 2, 3, 4, 5, 6, 7]),
+        (SamplingParams(presence_penalty=2.0), [0, 1, 2, 3, 4, 5, 6, 7]),
+        (SamplingParams(repetition_penalty=2.0), [0, 2, 4, 5, 6, 7, 8, 9]),  # 1 and 3 are in the prompt
+        (SamplingParams(), [0] * 8),
+    ],
+)
+def test_penalties_know_the_answer_so_far(params, wanted):
+    chooser = Chooser(VOCAB, "cpu")
+    state = chooser.begin(Request("r", [1, 3], params), frozenset())
+    scores = 10 - 0.01 * torch.arange(VOCAB)[None]
+    for _ in range(8):
+        chooser.choose(scores, [Run(state)])
+    assert state.tokens_so_far == wanted
+
+
 def test_nothing_left_to_choose_is_an_error():
     params = SamplingParams(temperature=1.0, min_new_tokens=3)
     chooser = Chooser(4, "cpu")
@@ -188,7 +214,7 @@ def test_ends_are_impossible_before_the_wanted_length():
 def test_penalties_against_their_definition():
     """Float64, one token at a time."""
     scores = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1)) * 5
-    prompts = [[1, 2, 3, 2], [4], [5, 6, 5]]
+    prompts = [[1, 2, 3, 2, *range(200, 300)], [4, *range(50)], [5, 6, 5]]
     replies = [[2, 2, 9, 10], [], [5, 7, 7, 7, *range(100, 140)]]
     params = [
         SamplingParams(repetition_penalty=1.7, presence_penalty=0.3, frequency_penalty=0.2),

@@ -171,4 +171,4 @@ def _draw(weights: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     total = cumulative[:, -1:].contiguous()
     # strictly below the total, whatever rounding does to the product: so the place exists, and its weight isn't 0
     wanted = torch.minimum(at * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, wanted, right=True)[:, 0]
+    return torch.searchsorted(cumulative, wanted, right=True)[:, 0].clamp_max(weights.shape[-1] - 1)  # NaN
