@@ -3,9 +3,9 @@
 `paged` is an attention implementation: it puts the keys and values of a step's rows into the cache and lets each row
 see all tokens of its request up to itself. What rows belong to whom is in the running `Step`; no model code changes.
 
-Two implementations of one function: compiled loops for fp32 on a CPU, where a row's result doesn't depend, bit for bit,
-on what is computed beside it; and plain torch for everything else. This file knows nothing of models beyond the
-interface's arguments; `fit.prove_paged` checks a model before it is trusted.
+Two implementations of one function: compiled loops on a CPU, for fp32 and bfloat16, where a row's result depends, bit
+for bit, on nothing that is computed beside it; and plain torch for everything else. This file knows nothing of models
+beyond the interface's arguments; `fit.prove_paged` checks a model before it is trusted.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from swift.core.errors import ModelError
 from swift.data.compiled import has_numba
+from swift.inference.paged.cache import array_of
 from swift.inference.paged.step import Step, current_step
 
 PAGED = "paged"
 
 # multiplications of a layer below which a second thread costs more than it saves
-_WORTH_A_THREAD = 4_000_000
+_WORTH_A_THREAD = 2_000_000
 
 
 def paged_attention(
@@ -57,7 +58,7 @@ def paged_attention(
     layer = step.cache.place[module.layer_idx]
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     options = (scale, sliding_window or 0, softcap or 0.0)
-    if query.device.type == "cpu" and query.dtype == step.cache.dtype == torch.float32 and _compiled():
+    if step.cache.arrays and query.dtype in (torch.float32, torch.bfloat16) and _compiled():
         output = _with_kernels(query, key, value, step, layer, (*options, s_aux))
     else:
         _write(key, value, step, layer)
@@ -103,49 +104,66 @@ def _with_kernels(
     """[rows, heads, value_dim], computed by `kernels`."""
     from swift.inference.paged import kernels
 
-    *numbers, sinks = options
-    keys, values = step.cache.arrays[layer]
-    kernels.write(keys, values, _array(key), _array(value), step.slots)
-    rows, heads = query.shape[2], query.shape[1]
-    output = torch.zeros(rows, heads, values.shape[3])
+    scale, window, softcap, sinks = options
+    cache = step.cache.arrays[layer]
+    rows, heads, kv_heads = query.shape[2], query.shape[1], key.shape[1]
+    output = torch.zeros(rows, heads, value.shape[3])
     arguments = (
-        _array(query),
-        keys,
-        values,
-        step.spans,
-        step.tables,
-        np.array(numbers, dtype=np.float32),
-        np.empty(0, dtype=np.float32) if sinks is None else sinks.detach().float().contiguous().numpy(),
+        _packed(query, torch.float32),
+        cache,
+        (step.spans, step.tables),
+        _numbers(scale, window, softcap),
+        _no_sinks(heads) if sinks is None else sinks.detach().float().contiguous().numpy(),
         output.numpy(),
     )
-    parts = _shares(step.spans, rows, heads * query.shape[3], torch.get_num_threads())
+    written = (_packed(key, step.cache.dtype), _packed(value, step.cache.dtype), step.slots)
+    threads = torch.get_num_threads()
+    parts = [(0, rows * kv_heads)] if threads == 1 else _shares(step.spans, (kv_heads, window), query, threads)
     if len(parts) == 1:
-        kernels.attend(*arguments, parts[0])
-        return output
+        kernels.write_and_attend(*written, *arguments, parts[0])
+        return output.to(query.dtype)
+    kernels.write(*cache[:2], *written)
     others = [_pool(len(parts) - 1).submit(kernels.attend, *arguments, part) for part in parts[1:]]
     kernels.attend(*arguments, parts[0])
     for other in others:
         other.result()
-    return output
+    return output.to(query.dtype)
 
 
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    """[1, heads, rows, dim] -> [heads, rows, dim]."""
-    return tensor[0].contiguous().numpy()
+@cache
+def _numbers(scale: float, window: int, softcap: float) -> np.ndarray:
+    return np.array([scale, window, softcap], dtype=np.float32)
 
 
-def _shares(spans: np.ndarray, rows: int, width: int, threads: int) -> list[np.ndarray]:
-    """Rows for each thread, int64 [2], so that all have about as many keys to look at."""
-    if threads == 1 or not len(spans):
-        return [np.array([0, rows], dtype=np.int64)]
+@cache
+def _no_sinks(heads: int) -> np.ndarray:
+    return np.full(heads, -np.inf, dtype=np.float32)
+
+
+def _packed(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
+    """[1, heads, rows, dim] -> [rows, heads, dim] of `dtype`."""
+    return array_of(tensor.transpose(1, 2)[0].to(dtype).contiguous())
+
+
+def _shares(spans: np.ndarray, layer: tuple[int, int], query: torch.Tensor, threads: int) -> list[tuple[int, int]]:
+    """What each thread computes, as `kernels.attend` counts it, so that all have about as many keys to look at.
+
+    Args:
+        layer: key heads, and the window or 0.
+        query: [1, heads, rows, key_dim].
+    """
+    kv_heads, window = layer
+    rows = query.shape[2]
     seen = np.zeros(rows, dtype=np.int64)
-    for first, count, position in spans:
+    for first, count, position in spans.tolist():
         seen[first : first + count] = np.arange(position + 1, position + count + 1)
-    total = seen.cumsum()
-    threads = int(min(threads, max(1, 2 * total[-1] * width // _WORTH_A_THREAD)))
+    if window:
+        seen = np.minimum(seen, window)
+    total = np.repeat(seen, kv_heads).cumsum()
+    work = 2 * int(seen.sum()) * query.shape[1] * query.shape[3]
+    threads = max(1, min(threads, work // _WORTH_A_THREAD))
     borders = np.searchsorted(total, total[-1] * np.arange(1, threads) / threads).tolist()
-    edges = [0, *borders, rows]
-    return [np.array(pair, dtype=np.int64) for pair in pairwise(edges) if pair[0] < pair[1]]
+    return [pair for pair in pairwise([0, *borders, rows * kv_heads]) if pair[0] < pair[1]]
 
 
 def _write(key: torch.Tensor, value: torch.Tensor, step: Step, layer: int) -> None:

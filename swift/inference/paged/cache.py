@@ -35,7 +35,8 @@ class KVCache:
         keys: of each layer, [blocks, heads, key_dim, block_size]: transposed, so that the scores of one block are a sum
             over key_dim of vectors of block_size numbers.
         values: of each layer, [blocks, heads, block_size, value_dim].
-        arrays: both as numpy arrays that share their memory, where that is possible.
+        arrays: of each layer, for compiled loops (`kernels`): both as numpy arrays that share their memory, bfloat16 as
+            uint16, and for each an eighth of its last dimension, as a tuple of that length. Empty where they can't.
         place: layer number as the model counts -> which of them.
     """
 
@@ -55,8 +56,12 @@ class KVCache:
         self.place = {number: at for at, number in enumerate(layers)}
         self.keys = [_storage((blocks, s.heads, s.key_dim, block_size), dtype, device) for s in shapes]
         self.values = [_storage((blocks, s.heads, block_size, s.value_dim), dtype, device) for s in shapes]
-        shared = device.type == "cpu" and dtype == torch.float32
-        self.arrays = [(k.numpy(), v.numpy()) for k, v in zip(self.keys, self.values, strict=True)] if shared else []
+        self.arrays = []
+        if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
+            self.arrays = [
+                (array_of(k), array_of(v), (0,) * (block_size // 8), (0,) * (v.shape[3] // 8))
+                for k, v in zip(self.keys, self.values, strict=True)
+            ]
 
     @property
     def filler_slot(self) -> int:
@@ -72,6 +77,12 @@ class KVCache:
     def block_bytes(layers: Mapping[int, LayerShape], block_size: int, dtype: torch.dtype) -> int:
         """Bytes of one block in all layers."""
         return sum(s.heads * (s.key_dim + s.value_dim) for s in layers.values()) * block_size * dtype.itemsize
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor on a CPU as an array that shares its memory; bfloat16, which numpy doesn't know, as uint16."""
+    array: np.ndarray = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array
 
 
 def _storage(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
