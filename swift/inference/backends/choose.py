@@ -96,8 +96,16 @@ def _paged(prepared: Prepared) -> Backend:
         return _instead(prepared, model, reason)
     draft = None if config.draft_model is None else prepared.draft_weights()
     stops = prepared.stop_token_ids()
-    # some adapters compute with the weights of the layers that they sit on
-    return SwiftBackend(inner, prepared.tokenizer, config, stop_token_ids=stops, owned=not adapted, draft_model=draft)
+    # some adapters compute with the weights of the layers that they sit on, so these aren't the engine's alone
+    try:
+        return SwiftBackend(
+            inner, prepared.tokenizer, config, stop_token_ids=stops, owned=not adapted, draft_model=draft
+        )
+    except ModelError as error:
+        if config.infer_backend != "auto":
+            raise
+        reason = error.message
+    return _instead(prepared, prepared.weights(), reason)  # read anew: layers were exchanged
 
 
 def _instead(prepared: Prepared, model: Any, reason: str) -> Backend:

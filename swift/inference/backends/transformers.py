@@ -11,22 +11,22 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from transformers import GenerationConfig as ModelGenerationConfig
-from transformers import LogitsProcessor, StoppingCriteria
 
 from swift.core.errors import DataError, SwiftError, UsageError
 from swift.core.logging import get_logger
 from swift.inference.backends.base import EngineStats, ModelInfo
+from swift.inference.backends.hooks import Choosing, Done, Row, Unwanted
 from swift.inference.backends.prompt import check_prompt
 from swift.inference.choosing.checks import check_params
-from swift.inference.choosing.chooser import Choice, Chooser, RowState, Run
+from swift.inference.choosing.chooser import Choice, Chooser, Run
 from swift.inference.decoding import AnswerText
-from swift.inference.requests import FinishReason, Request, Sink, Update
+from swift.inference.requests import FinishReason, Request, SamplingParams, Sink, Update
 from swift.inference.sampling import FiniteCheck
 from swift.models.quiet import quiet_transformers
 
@@ -57,7 +57,7 @@ class TransformersBackend:
             context_length=getattr(text_config, "max_position_embeddings", None),
             vocab_size=model.get_input_embeddings().weight.shape[0],
             stop_token_ids=tuple(stop_token_ids),
-            features=frozenset({"logprobs", "beams", "penalties", "logit_bias", "min_p"}),
+            features=frozenset({"logprobs", "structure", "beams", "penalties", "logit_bias", "min_p"}),
             max_logprobs=1000,
         )
         self._worker = _Worker(model, tokenizer, self._info, max_batch_size)
@@ -82,6 +82,7 @@ class TransformersBackend:
     def submit(self, request: Request, sink: Sink) -> None:
         check_prompt(request.prompt, self._info)
         check_params(request.params, self._info)
+        self._worker.check(request.params)
         _check_beams(request)
         if request.adapter is not None:
             self._refuse("adapters by name")
@@ -132,45 +133,6 @@ def _check_beams(request: Request) -> None:
         )
 
 
-@dataclass(eq=False)
-class _Row:
-    """A request on its way.
-
-    Attributes:
-        arrival: its number.
-        tokens: prompt and answer.
-        limit: most tokens of both.
-        ends: ids that end the answer.
-        state: what the chooser keeps of it.
-        text: what has become of its answer's tokens.
-        cancelled: wanted no more.
-        done: its last update was sent.
-    """
-
-    request: Request
-    sink: Sink
-    arrival: int
-    tokens: list[int]
-    limit: int
-    ends: frozenset[int]
-    state: RowState
-    text: AnswerText
-    cancelled: bool = False
-    done: bool = False
-
-    @property
-    def room(self) -> int:
-        """Tokens that may still come."""
-        return self.limit - len(self.tokens)
-
-    def beam_key(self) -> Any:
-        """What has to be equal in a batch; None: nothing, without beams."""
-        params = self.request.params
-        if params.num_beams == 1:
-            return None
-        return replace(params, seed="", stop=(), max_new_tokens=self.room), self.ends
-
-
 class _Worker:
     """The thread that generates."""
 
@@ -180,8 +142,8 @@ class _Worker:
         self._chooser = Chooser(info.vocab_size, model.device, tokenizer)
         self._special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         self._changed = threading.Condition()
-        self._waiting: list[_Row] = []
-        self._running: list[_Row] = []
+        self._waiting: list[Row] = []
+        self._running: list[Row] = []
         self._arrivals = 0
         self._closing = False
         self._stats = EngineStats()
@@ -200,6 +162,10 @@ class _Worker:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def check(self, params: SamplingParams) -> None:
+        """Refuse a form of answers that isn't possible."""
+        self._chooser.check(params)
+
     def submit(self, request: Request, sink: Sink) -> None:
         params = request.params
         context = self._info.context_length
@@ -217,7 +183,7 @@ class _Worker:
             if self._closing:
                 raise SwiftError("the engine is closed", fix="make a new one")
             self._arrivals += 1
-            row = _Row(request, sink, self._arrivals, list(request.prompt), min(most), ends, state, text)
+            row = Row(request, sink, self._arrivals, list(request.prompt), min(most), ends, state, text)
             self._waiting.append(row)
             self._changed.notify()
 
@@ -253,7 +219,7 @@ class _Worker:
             self._end(row, "cancelled")
         self._waiting = []
 
-    def _next_batch(self) -> list[_Row]:
+    def _next_batch(self) -> list[Row]:
         """The oldest waiting request and those of like length, longest first; they wait no longer."""
         if not self._waiting:  # cancelled
             return []
@@ -261,27 +227,27 @@ class _Worker:
         alike = [row for row in self._waiting if row.beam_key() == first.beam_key()]
         alike.sort(key=lambda row: (-len(row.tokens), row.arrival))
         start = alike.index(first) // self.max_batch_size * self.max_batch_size
-        batch: list[_Row] = []
+        batch: list[Row] = []
         for row in [first, *alike[start : start + self.max_batch_size]]:
             if row not in batch and self._fits([*batch, row]):
                 batch.append(row)
         self._waiting = [row for row in self._waiting if row not in batch]
         return sorted(batch, key=lambda row: (-len(row.tokens), row.arrival))
 
-    def _fits(self, rows: list[_Row]) -> bool:
+    def _fits(self, rows: list[Row]) -> bool:
         """`generate` runs all rows of a batch to the same length: rows near the end of the context go apart."""
         context = self._info.context_length
         longest = max(len(row.tokens) for row in rows)
         return len(rows) == 1 or context is None or longest + max(row.room for row in rows) <= context
 
-    def _answer(self, batch: list[_Row]) -> None:
+    def _answer(self, batch: list[Row]) -> None:
         if not batch:
             return
         try:
             if batch[0].request.params.num_beams > 1:
                 self._search(batch)
             else:
-                self._generate(batch, [_Choosing(self, batch)], [_Done(batch)], {})
+                self._generate(batch, [Choosing(self, batch)], [Done(batch)], {})
         except torch.OutOfMemoryError as error:
             self._out_of_memory([row for row in batch if not row.done], error)
         except Exception as error:  # the thread's boundary: everyone who waits is told
@@ -293,7 +259,7 @@ class _Worker:
         with self._changed:
             self._running = []
 
-    def _generate(self, batch: list[_Row], processors: list[Any], criteria: list[Any], settings: dict[str, Any]) -> Any:
+    def _generate(self, batch: list[Row], processors: list[Any], criteria: list[Any], settings: dict[str, Any]) -> Any:
         """One call of the model's `generate`; [batch, seq] and the width of the prompts."""
         device = self._model.device
         width = max(len(row.tokens) for row in batch)
@@ -319,7 +285,7 @@ class _Worker:
                             "max_new_tokens": max(row.room for row in batch),
                             "use_cache": True,
                             "pad_token_id": pad,
-                            "eos_token_id": [self._info.vocab_size],  # none: `_Done` knows when a row has ended
+                            "eos_token_id": [self._info.vocab_size],  # none: `Done` knows when a row has ended
                             **settings,
                         }
                     ),
@@ -330,7 +296,7 @@ class _Worker:
             self._model.train(was_training)
         return output[:, width:].tolist()
 
-    def _search(self, batch: list[_Row]) -> None:
+    def _search(self, batch: list[Row]) -> None:
         """Beam search, whose answer is known at its end only."""
         params, ends = batch[0].request.params, batch[0].ends
         settings = {
@@ -340,9 +306,7 @@ class _Worker:
             "min_new_tokens": params.min_new_tokens,
             "eos_token_id": sorted(ends) or [self._info.vocab_size],
         }
-        for row, tokens in zip(
-            batch, self._generate(batch, [FiniteCheck()], [_Unwanted(batch)], settings), strict=True
-        ):
+        for row, tokens in zip(batch, self._generate(batch, [FiniteCheck()], [Unwanted(batch)], settings), strict=True):
             end = next((i for i, token in enumerate(tokens) if token in ends), None)
             tokens = tokens if end is None else tokens[: end + 1]
             reason: FinishReason = "cancelled" if row.cancelled else "length" if end is None else "stop"
@@ -351,11 +315,11 @@ class _Worker:
             self._stats.generated_tokens += len(tokens)
             self._end(row, reason, Update(row.request.id, tokens=tokens, text=text))
 
-    def choose(self, rows: list[_Row], scores: torch.Tensor) -> list[list[Choice] | SwiftError]:
+    def choose(self, rows: list[Row], scores: torch.Tensor) -> list[list[Choice] | SwiftError]:
         """The next token of each row; scores [rows, vocab]."""
         return self._chooser.choose(scores, [Run(row.state) for row in rows])
 
-    def take(self, row: _Row, choice: Choice) -> None:
+    def take(self, row: Row, choice: Choice) -> None:
         """Give a row its next token, and its owner the news."""
         params = row.request.params
         row.tokens.append(choice.token)
@@ -372,7 +336,7 @@ class _Worker:
         else:
             row.sink(update)
 
-    def end(self, row: _Row, error: SwiftError | None = None) -> None:
+    def end(self, row: Row, error: SwiftError | None = None) -> None:
         """A row that goes on no more: cancelled, or with an error."""
         self._end(row, "cancelled" if error is None else "error", error=error)
 
@@ -382,7 +346,7 @@ class _Worker:
         own = self._tokenizer.pad_token_id
         return own if own is not None else next(iter(self._info.stop_token_ids), 0)
 
-    def _stop_reason(self, row: _Row) -> str | int | None:
+    def _stop_reason(self, row: Row) -> str | int | None:
         """The request's own stop that ended the answer; None for the model's end."""
         if row.text.stopped_by is not None:
             return row.text.stopped_by
@@ -391,7 +355,7 @@ class _Worker:
         return word if word is not None else last if last in params.stop_token_ids else None
 
     def _end(
-        self, row: _Row, reason: FinishReason, update: Update | None = None, error: SwiftError | None = None
+        self, row: Row, reason: FinishReason, update: Update | None = None, error: SwiftError | None = None
     ) -> None:
         if row.done:
             return
@@ -402,7 +366,7 @@ class _Worker:
         update.finish_reason, update.error = reason, error
         row.sink(update)
 
-    def _out_of_memory(self, rows: list[_Row], error: Exception) -> None:
+    def _out_of_memory(self, rows: list[Row], error: Exception) -> None:
         """Go on with fewer at a time, from where the answers are; a row that doesn't fit alone gets the error."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -413,56 +377,6 @@ class _Worker:
         log.warning("out of memory with %d prompts together; going on with %d", len(rows), self.max_batch_size)
         with self._changed:
             self._waiting += rows
-
-
-class _Choosing(LogitsProcessor):
-    """Chooses the next token of each row and leaves it as the only candidate."""
-
-    def __init__(self, worker: _Worker, rows: list[_Row]) -> None:
-        self._worker, self._rows = worker, rows
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Scores in and out: [batch, vocab] float32."""
-        for row in self._rows:
-            if row.cancelled:
-                self._worker.end(row)
-        tokens = [self._worker.pad_token_id] * len(self._rows)
-        places = [place for place, row in enumerate(self._rows) if not row.done]
-        rows = [self._rows[place] for place in places]
-        chosen = self._worker.choose(rows, scores if len(rows) == len(scores) else scores[places]) if rows else []
-        for place, row, choices in zip(places, rows, chosen, strict=True):
-            if isinstance(choices, SwiftError):
-                self._worker.end(row, choices)
-            else:
-                tokens[place] = choices[0].token
-                self._worker.take(row, choices[0])
-        only = torch.full_like(scores, -torch.inf)
-        only[torch.arange(len(tokens)), torch.tensor(tokens)] = 0.0
-        return cast(torch.FloatTensor, only)
-
-
-class _Done(StoppingCriteria):
-    """Says which rows have ended; `generate` returns once all have."""
-
-    def __init__(self, rows: list[_Row]) -> None:
-        self._rows = rows
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        """`input_ids` [batch, seq] → [batch], True where the row is done."""
-        done = torch.tensor([row.done for row in self._rows], device=input_ids.device)
-        return cast(torch.BoolTensor, done)
-
-
-class _Unwanted(StoppingCriteria):
-    """Ends a beam search that nobody wants any more."""
-
-    def __init__(self, rows: list[_Row]) -> None:
-        self._rows = rows
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        """`input_ids` [batch x beams, seq] → [batch x beams], all alike."""
-        unwanted = all(row.cancelled for row in self._rows)
-        return cast(torch.BoolTensor, torch.full((input_ids.shape[0],), unwanted, device=input_ids.device))
 
 
 def _too_large(num_tokens: int, error: Exception) -> DataError:
