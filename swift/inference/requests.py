@@ -12,7 +12,7 @@ from typing import Literal
 from swift.core.errors import SwiftError
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-StructureKind = Literal["json_schema", "json", "regex", "grammar", "choice"]
+StructureKind = Literal["json_schema", "json", "regex", "grammar", "choice", "tag"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,8 @@ class Structure:
 
     Attributes:
         kind: `json_schema` (`value` is a JSON schema as text), `json` (any JSON object), `regex`, `grammar` (EBNF with
-            a rule `root`), `choice` (`value` is a JSON array of strings).
+            a rule `root`), `choice` (`value` is a JSON array of strings), `tag` (xgrammar's structural tag as JSON;
+            made by the program, not taken from requests).
         value: see `kind`.
     """
 

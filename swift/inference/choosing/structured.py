@@ -150,6 +150,8 @@ class Structures:
         if kind == "regex":
             regex = vet_regex(value)
             return lambda: compiler.compile_regex(regex)
+        if kind == "tag":
+            return lambda: compiler.compile_structural_tag(value)
         grammar = _choice_grammar(value) if kind == "choice" else value
         limit = MAX_SCHEMA_BYTES if kind == "choice" else _MAX_GRAMMAR_BYTES
         if len(grammar.encode("utf-8", "replace")) > limit:
