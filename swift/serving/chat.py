@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from swift.core.errors import SwiftError
+from swift.inference.answers.parts import Piece
+from swift.inference.answers.reader import AnswerForm, AnswerReader
 from swift.inference.requests import SamplingParams, TokenLogprob, Update
-from swift.serving.errors import ApiError, JsonResponse
+from swift.serving.errors import ApiError, JsonResponse, from_swift
 from swift.serving.exchange import exchange_of
 from swift.serving.generation import Generation, Wanted
 from swift.serving.params import check_context, check_logprobs, sampling_params, seeds, structure_of
 from swift.serving.prompts import encode_chat, plain_messages, plain_tools
-from swift.serving.said import Piece, Reading, tool_structure
+from swift.serving.said import delta_of
 from swift.serving.schema import ChatRequest, NamedTool, refuse
 from swift.serving.served import ServedModel, Talker
 from swift.serving.services import Services, services_of
@@ -36,20 +39,20 @@ class Talk:
 
     Attributes:
         prompt: token ids.
-        tools: shown to the model; None for none.
+        form: what may be in the answers.
     """
 
     model: ServedModel
     talker: Talker
     prompt: list[int]
     params: list[SamplingParams]
-    tools: list[dict[str, Any]] | None
+    form: AnswerForm
 
     def wanted(self) -> list[Wanted]:
         return [Wanted(self.prompt, each) for each in self.params]
 
-    def reading(self) -> Reading:
-        return Reading(self.talker, self.prompt, self.tools)
+    def reader(self) -> AnswerReader:
+        return AnswerReader(self.form)
 
 
 @dataclass
@@ -57,10 +60,10 @@ class Answer:
     """One answer as far as it is there.
 
     Attributes:
-        reading: takes its text apart.
+        reader: takes its text apart.
     """
 
-    reading: Reading
+    reader: AnswerReader
     content: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -76,9 +79,9 @@ class Answer:
         self.logprobs += update.logprobs or []
         if update.prompt_logprobs is not None:
             self.prompt_logprobs = update.prompt_logprobs
-        pieces = self.reading.feed(update.text)
+        pieces = self.reader.feed(update.text)
         if update.finish_reason is not None:
-            pieces += self.reading.end()
+            pieces += self.reader.end()
         for piece in pieces:
             self._keep(piece)
         if update.finish_reason is not None:
@@ -134,7 +137,13 @@ async def prepare_talk(http: HttpRequest, body: ChatRequest) -> Talk:
     check_context(len(prompt), limit, talker.backend.info.context_length, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = sampling_params(body, talker, structure=structure, max_tokens=limit, logprobs=logprobs)
-    return Talk(model, talker, prompt, seeds(params, body.seed, body.n or 1), tools)
+    try:
+        form = talker.forms.form(prompt, tools)
+        if not talker.forms.skips_special_tokens(tools):
+            params = replace(params, skip_special_tokens=False)  # calls or thoughts are marked by them
+    except SwiftError as error:
+        raise from_swift(error, param="tools") from error
+    return Talk(model, talker, prompt, seeds(params, body.seed, body.n or 1), form)
 
 
 async def chat_completions(http: HttpRequest, body: ChatRequest) -> Response:
@@ -149,7 +158,7 @@ async def chat_completions(http: HttpRequest, body: ChatRequest) -> Response:
         "model": talk.model.name,
         "system_fingerprint": talk.model.fingerprint,
     }
-    answers = [Answer(talk.reading()) for _ in talk.params]
+    answers = [Answer(talk.reader()) for _ in talk.params]
     generation = Generation(services, talk.model, talk.talker, talk.wanted(), http, body.priority or 0)
     try:
         await generation.begin()
@@ -215,7 +224,7 @@ async def _events(
                 more["logprobs"] = {"content": [texts.chat_entry(e) for e in update.logprobs], "refusal": None}
             if body.return_token_ids and update.tokens:
                 more["token_ids"] = list(update.tokens)
-            for delta in [piece.delta() for piece in pieces] or ([{}] if more else []):
+            for delta in [delta_of(piece) for piece in pieces] or ([{}] if more else []):
                 chunks.append(chunk(index, delta, **more))
                 more = {}  # once
             if answer.finish_reason is not None:
@@ -245,7 +254,10 @@ def _structure(body: ChatRequest, talker: Talker) -> Any:
         tools = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
         if not tools:
             raise ApiError(400, f"there is no tool {choice.function.name!r:.200}", param="tool_choice")
-    return tool_structure(talker, tools, parallel=body.parallel_tool_calls is not False)
+    try:
+        return talker.forms.forced(tools, parallel=body.parallel_tool_calls is not False)
+    except SwiftError as error:
+        raise from_swift(error, param="tool_choice") from error
 
 
 def _template_kwargs(body: ChatRequest, talker: Talker) -> dict[str, Any]:

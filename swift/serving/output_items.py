@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from swift.serving.said import Piece
+from swift.inference.answers.parts import Piece
 
 
 class OutputItems:

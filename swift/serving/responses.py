@@ -107,13 +107,13 @@ async def responses(http: HttpRequest, body: ResponsesRequest) -> Response:
         "temperature": params.temperature,
         "text": {"format": _format(body)},
         "tool_choice": body.tool_choice or "auto",
-        "tools": body.tools or [],
+        "tools": [{"parameters": None, "strict": False, **tool} for tool in body.tools or []],
         "top_p": params.top_p,
         "truncation": "disabled",
         "metadata": body.metadata or {},
         **({} if body.user is None else {"user": body.user}),
     }
-    answer, items = Answer(talk.reading()), OutputItems(exchange.id)
+    answer, items = Answer(talk.reader()), OutputItems(exchange.id)
     generation = Generation(services, talk.model, talk.talker, talk.wanted(), http)
     try:
         await generation.begin()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from swift.core.errors import SwiftError
+from swift.inference.answers.choose import AnswerForms
 from swift.inference.backends.base import Backend, EngineStats
 from swift.inference.requests import SamplingParams
 from swift.serving.errors import ApiError, from_swift
@@ -37,6 +38,7 @@ class Talker:
         defaults: how answers are generated where a request says nothing.
         queue: of all that the backend answers.
         texts: of its tokens.
+        forms: what may be in its answers.
     """
 
     backend: Backend
@@ -45,9 +47,11 @@ class Talker:
     defaults: SamplingParams
     queue: Queue
     texts: TokenTexts = field(init=False)
+    forms: AnswerForms = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "texts", TokenTexts(self.tokenizer))
+        object.__setattr__(self, "forms", AnswerForms(self.encoder))
 
 
 @dataclass(frozen=True)

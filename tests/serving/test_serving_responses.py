@@ -8,8 +8,8 @@ import openai
 import pytest
 from live_server import MODEL, Live, check_schema
 
+from swift.inference.answers.parts import CallPiece, Piece
 from swift.serving.output_items import OutputItems
-from swift.serving.said import CallPiece, Piece
 
 
 def test_a_response_is_as_openai_describes_it(live: Live, client: openai.OpenAI) -> None:
