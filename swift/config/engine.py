@@ -33,7 +33,7 @@ class EngineConfig:
     enable_prefix_caching: bool = setting(
         True, help="prompts that begin alike are computed once", aliases=("vllm_enable_prefix_caching",)
     )
-    weight_format: Literal["auto", "bfloat16", "int8", "int4"] = setting(
+    weight_format: Literal["auto", "bfloat16"] = setting(
         "auto", help="how linear layers are held and multiplied on a CPU; auto: exact, as the model's dtype says"
     )
     speculative: Literal["none", "prompt_lookup", "draft"] = setting(

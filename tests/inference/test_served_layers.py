@@ -69,6 +69,23 @@ def test_an_owned_models_matrices_are_held_once():
     assert not any(p.is_meta for p in kept.parameters())
 
 
+def test_bfloat16_weights_round_and_nothing_else():
+    if pack(torch.zeros(8, 8, dtype=torch.bfloat16)) is None:
+        pytest.skip("this processor has no bfloat16 products")
+    model, plain = build("qwen2-bias"), build("qwen2-bias")
+    serve_linears(model, weight_format="bfloat16")
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        rounded, exact = model(ids).logits[0], plain(ids).logits[0]
+        layer = model.model.layers[0].self_attn.q_proj
+        other = plain.model.layers[0].self_attn.q_proj
+        x = torch.randn(6, 64)
+        wanted = x.bfloat16().float() @ other.weight.bfloat16().float().t()
+        assert torch.allclose(layer(x), wanted.bfloat16().float() + other.bias, atol=0.01)
+    assert rounded.dtype == torch.float32
+    assert 0 < float((rounded - exact).norm() / exact.norm()) < 0.02
+
+
 def test_layers_of_other_classes_stay():
     class Special(nn.Linear):
         def forward(self, x):

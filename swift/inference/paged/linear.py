@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from swift.core.errors import UsageError
 from swift.inference.paged.step import current_step
 
 # fewer rows take other kernels, whose additions have another order
@@ -29,24 +30,32 @@ class ServedLinear(nn.Linear):
     Attributes:
         packed: the weight in oneDNN's layout; None where plain products are used, or while it is let go of.
         packs: whether it multiplies by a packed weight.
+        format: the packed weight's type; what comes in is rounded to it, what goes out is the model's type again.
         deltas: of each adapter's slot that changes this layer.
     """
 
     packed: torch.Tensor | None
     packs: bool
+    format: torch.dtype
     deltas: dict[int, LowRank]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
-        output = multiply(x, self.packed, self.bias) if self.packed is not None else super().forward(x)
+        output = super().forward(x) if self.packed is None else self._multiply(x, self.packed)
         if self.deltas:
             self._add_deltas(x, output)
         return output
 
+    def _multiply(self, x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+        if x.dtype == self.format:
+            return multiply(x, packed, self.bias)
+        output = multiply(x.to(self.format), packed, None).to(x.dtype)
+        return output if self.bias is None else output + self.bias
+
     def replace(self, weight: torch.Tensor) -> None:
         """Take another weight, [out, in]."""
         if self.packs:
-            self.packed = pack(weight)
+            self.packed = pack(weight.to(self.format))
         if self.weight.device.type != "meta":
             self.weight.data.copy_(weight)
         elif not self.packs:
@@ -120,7 +129,16 @@ def serve_linears(model: nn.Module, *, weight_format: str = "auto", owned: bool 
 
     Returns:
         how many layers multiply by packed weights.
+
+    Raises:
+        UsageError: the format is bfloat16, and this processor has no such products.
     """
+    if weight_format == "bfloat16" and not _has_packing(torch.bfloat16):
+        raise UsageError(
+            "this processor doesn't multiply bfloat16 by itself (avx512_bf16 or amx_bf16)",
+            where="--weight_format bfloat16",
+            fix="leave it out",
+        )
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     elsewhere = _weights_used_elsewhere(model)
     num_packed = 0
@@ -128,7 +146,8 @@ def serve_linears(model: nn.Module, *, weight_format: str = "auto", owned: bool 
         served: Any = module
         served.__class__ = ServedLinear
         served.deltas = {}
-        served.packed = pack(module.weight)
+        served.format = torch.bfloat16 if weight_format == "bfloat16" else module.weight.dtype
+        served.packed = pack(module.weight.to(served.format))
         served.packs = served.packed is not None
         num_packed += served.packs
         if owned and served.packed is not None and id(module.weight) not in elsewhere:
