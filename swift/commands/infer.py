@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.commands.precheck import precheck
 from swift.config import InferConfig, SftConfig, build_config, load_config, to_flat
+from swift.config.inference import GenerationConfig
 from swift.core.errors import UsageError
 from swift.core.files import require_writable, write_atomic
 from swift.core.logging import get_logger, rank, world_size
@@ -86,6 +87,11 @@ def _talk(config: InferConfig) -> int:
             where="NPROC_PER_NODE",
             fix="unset NPROC_PER_NODE, or answer a file with --val_dataset",
         )
+    for name in ("num_return_sequences", "logprobs"):
+        if getattr(config.generation, name) != getattr(GenerationConfig(), name):
+            raise UsageError(
+                f"{name} has no place in a conversation", where=f"--{name}", fix="answer a file with --val_dataset"
+            )
     from swift.data.encoding.encode import ChatEncoder
     from swift.inference.chat import Chat
     from swift.inference.loading import prepare

@@ -256,6 +256,102 @@ def test_a_conversation_needs_one_process(tiny_model_dir, monkeypatch):
         infer(model=str(tiny_model_dir))
 
 
+def test_several_answers_to_each_row_are_drawn_apart(job, tmp_path):
+    sampled = {**job, "temperature": 1.0, "num_return_sequences": 3}
+    results = infer(**sampled)
+    one = infer(**{**job, "temperature": 1.0, "result_path": str(tmp_path / "one.jsonl")})
+    assert len(results) == 30
+    for result, single in zip(results, one, strict=True):
+        assert len(result["responses"]) == 3
+        assert len({each["response"] for each in result["responses"]}) == 3
+        for name, value in single.items():
+            assert result[name] == value, "the first one is the one that is drawn alone"
+            assert result["responses"][0].get(name, value) == value
+        assert "responses" not in single
+    with pytest.raises(UsageError, match="same"):
+        infer(**{**sampled, "temperature": None, "result_path": str(tmp_path / "greedy.jsonl")})
+
+
+def test_log_probabilities_are_in_the_results(job, tmp_path, tiny_model_dir):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from swift.inference.loading import prepare
+
+    results = infer(**job, logprobs=True, top_logprobs=2)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    encoder = prepare(build_config(InferConfig, {"model": str(tiny_model_dir), "device": "cpu"})).encoder
+    for result in results[:3]:
+        prompt = encoder.encode_prompt(result["messages"][:-1])
+        answer = [entry["id"] for entry in result["logprobs"]]
+        with torch.no_grad():
+            logprobs = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
+        for entry, row in zip(result["logprobs"], logprobs, strict=True):
+            assert entry["logprob"] == pytest.approx(float(row[entry["id"]]), abs=1e-5)
+            assert [each["id"] for each in entry["top_logprobs"]] == row.topk(2).indices.tolist()
+        assert "".join(entry["token"] for entry in result["logprobs"]).startswith(result["response"][:1])
+    assert "logprobs" not in infer(**{**job, "result_path": str(tmp_path / "plain.jsonl")})[0]
+
+
+@pytest.mark.parametrize("backend", ["swift", "transformers"])
+def test_answers_keep_to_a_form(job, tmp_path, backend):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["red", "blue"]}')
+    forms = (
+        ({"structured_outputs_json": str(schema)}, {'"red"', '"blue"'}),
+        ({"structured_outputs_regex": "[ab]"}, {"a", "b"}),
+        ({"structured_outputs_choice": ["yes", "no"]}, {"yes", "no"}),
+    )
+    for form, allowed in forms:
+        results = infer(**{**job, "max_new_tokens": 20}, **form, infer_backend=backend, resume=False)
+        assert {result["response"] for result in results} <= allowed
+        assert {result["finish_reason"] for result in results} == {"stop"}
+
+
+@pytest.mark.parametrize("flag", [{"num_return_sequences": 2, "temperature": 1.0}, {"logprobs": True}])
+def test_what_a_conversation_cannot_show_is_refused(tiny_model_dir, flag):
+    with pytest.raises(UsageError, match="conversation"):
+        infer(model=str(tiny_model_dir), **flag)
+
+
+def test_every_setting_of_generation_reaches_the_engine(tiny_model_dir):
+    """The answer changes, or ends, as each of them says."""
+    from swift.config.inference import GenerationConfig
+    from swift.inference.loading import load_engine
+
+    with load_engine(build_config(InferConfig, {"model": str(tiny_model_dir), "device": "cpu"})) as engine:
+        prompt = engine.encoder.encode_prompt([{"role": "user", "content": "What is red?"}])
+
+        def tokens(**settings):
+            return engine.generate([prompt], GenerationConfig(**{"max_new_tokens": 20, **settings}))[0].tokens
+
+        plain = tokens()
+        end = plain[3]
+        first = plain.index(end)
+        assert tokens(stop_token_ids=[end]) == plain[: first + 1]
+        assert len(tokens(stop_token_ids=[end], min_new_tokens=first + 3)) > first + 1
+        assert len(set(tokens(presence_penalty=2.0))) >= len(set(plain))
+        assert tokens(frequency_penalty=2.0) != plain or len(set(plain)) == 20
+        assert tokens(temperature=1.0, min_p=1.0) == plain, "only the likeliest is left"
+        sampling = engine.sampling(GenerationConfig(num_beams=3, length_penalty=2.0, ignore_eos=True))
+        assert (sampling.length_penalty, sampling.ignore_eos) == (2.0, True)
+
+
+def test_a_failing_engine_writes_no_errors_for_rows_it_did_not_answer(job, tmp_path, tiny_model_dir):
+    """NaN is the model's fault, not the row's: the job stops, and can go on with better weights."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    broken = shutil.copytree(tiny_model_dir, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"][:] = float("nan")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SwiftError, match="NaN"):
+        infer(**{**job, "model": str(broken), "infer_backend": "transformers"})
+    assert results_of(tmp_path / "out" / "results.jsonl") == []
+
+
 def test_exit_codes(job, tmp_path):
     assert main(build_config(InferConfig, {**FAST, **job})) == 0
     bad = tmp_path / "bad.jsonl"

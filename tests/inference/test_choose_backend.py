@@ -96,5 +96,5 @@ def test_settings_of_the_paged_engine_need_it(tiny_model_dir):
 
 
 def test_a_model_with_a_head_of_its_own_has_no_engine(tmp_path, tiny_model_dir):
-    with pytest.raises(UsageError, match="generates|generate"):
+    with pytest.raises(UsageError, match="models that generate"):
         prepare(config_of(tiny_model_dir, task_type="embedding", infer_backend="swift"))
