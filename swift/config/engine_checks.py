@@ -117,6 +117,12 @@ def _engine(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
         yield fault("speculative", "speculative draft needs a smaller model", "--draft_model FOLDER_OR_ID")
     if values["draft_model"] and values["speculative"] != "draft":
         yield fault("draft_model", "draft_model does nothing without speculative draft", "--speculative draft")
+    warmup = values["warmup_file"]
+    if warmup and not values["enable_prefix_caching"]:
+        yield fault("warmup_file enable_prefix_caching", "warmup_file has nowhere to go without the prefix cache")
+    if warmup and not Path(warmup).expanduser().exists():
+        path = Path(warmup).expanduser()
+        yield fault("warmup_file", f"there is no file {path} with prompts", what_is_there(path))
     if values["infer_backend"] == "transformers":
         config = EngineConfig(**{member.name: values[member.name] for member in fields(EngineConfig)})
         for name in paged_settings(config):

@@ -23,6 +23,7 @@ from swift.data.encoding.units import UnitEncoder
 from swift.inference.engine import Engine
 from swift.inference.heads import Judge, make_judge, served_task
 from swift.inference.scoring import Scorer
+from swift.inference.warmup import warm_up
 from swift.models.adapters import Swift, read_adapter_config
 from swift.models.hub import TOKENIZER_FILES, resolve_model
 from swift.models.kinds import CAUSAL_LM, Task, fresh_words
@@ -98,7 +99,7 @@ class Prepared:
         assert isinstance(self.encoder, ChatEncoder)  # where there is no judge
         backend = running_backend(self)
         in_flight = _QUEUED * self.config.engine.max_batch_size
-        return Engine(
+        engine = Engine(
             backend,
             self.tokenizer,
             self.encoder,
@@ -106,6 +107,13 @@ class Prepared:
             max_ahead=_AHEAD * in_flight,
             defaults=self.model_settings(),
         )
+        if self.config.engine.warmup_file is not None:
+            try:
+                warm_up(engine, self.config.engine.warmup_file)
+            except BaseException:
+                engine.close()
+                raise
+        return engine
 
     def weights(self) -> Any:
         """The generating model with its adapter, merged if that was asked for.

@@ -62,7 +62,7 @@ def test_the_paged_engine_is_refused_where_it_was_asked_for(hybrid_dir):
         load_engine(config_of(hybrid_dir, infer_backend="swift"))
     assert "--infer_backend transformers" in str(caught.value)
     with pytest.raises(UsageError, match="weight_format"):
-        load_engine(config_of(hybrid_dir, weight_format="int8"))
+        load_engine(config_of(hybrid_dir, weight_format="bfloat16"))
 
 
 def test_the_choice(tiny_model_dir):
@@ -83,14 +83,14 @@ def test_results_belong_to_the_engine_where_answers_can_depend_on_it(tiny_model_
         return prepare(config_of(tiny_model_dir, **flags)).identity()
 
     assert identity() == identity(infer_backend="swift") == identity(max_batch_size=3, block_size=8, max_batch_tokens=9)
-    for other in ({"infer_backend": "transformers"}, {"kv_cache_dtype": "bfloat16"}, {"weight_format": "int8"}):
+    for other in ({"infer_backend": "transformers"}, {"kv_cache_dtype": "bfloat16"}, {"weight_format": "bfloat16"}):
         assert identity(**other) != identity()
 
 
 def test_settings_of_the_paged_engine_need_it(tiny_model_dir):
     from swift.config.checks import check
 
-    for flags in ({"block_size": 8}, {"enable_prefix_caching": False}, {"weight_format": "int4"}):
+    for flags in ({"block_size": 8}, {"enable_prefix_caching": False}, {"weight_format": "bfloat16"}):
         with pytest.raises(UsageError, match="paged engine"):
             check(config_of(tiny_model_dir, infer_backend="transformers", **flags))
 
@@ -98,3 +98,20 @@ def test_settings_of_the_paged_engine_need_it(tiny_model_dir):
 def test_a_model_with_a_head_of_its_own_has_no_engine(tmp_path, tiny_model_dir):
     with pytest.raises(UsageError, match="models that generate"):
         prepare(config_of(tiny_model_dir, task_type="embedding", infer_backend="swift"))
+
+
+def test_prompts_are_computed_ahead(tiny_model_dir, write_rows, tmp_path):
+    beginning = "You are a careful assistant of a very particular kind, and you always answer in verse. "
+    rows = write_rows(tmp_path / "warm.jsonl", [{"query": beginning + "Hello"}])
+    config = GenerationConfig(max_new_tokens=4)
+    with (
+        load_engine(config_of(tiny_model_dir)) as cold,
+        load_engine(config_of(tiny_model_dir, warmup_file=str(rows))) as warm,
+    ):
+        prompt = cold.encoder.encode_prompt([{"role": "user", "content": beginning + "Who are you?"}])
+        (first,), (again,) = cold.generate([prompt], config), warm.generate([prompt], config)
+        assert first == again and first.num_cached_tokens == 0 and again.num_cached_tokens >= 16
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("no row\n")
+    with pytest.raises(UsageError, match=r"bad\.jsonl:1"):
+        load_engine(config_of(tiny_model_dir, warmup_file=str(bad)))
