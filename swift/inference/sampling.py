@@ -19,10 +19,10 @@ from transformers import LogitsProcessor
 
 from swift.config.inference import GenerationConfig
 from swift.core.errors import NumericsError, UsageError
+from swift.inference.choosing.filters import Filters, sample_tokens
 from swift.inference.requests import SamplingParams, Structure
 
 DEFAULT_NEW_TOKENS = 512
-_TOP_P_CANDIDATES = 512  # sorted first for top_p; the rest of the vocabulary only if they don't hold the share
 
 
 def resolve_sampling(config: GenerationConfig, defaults: Any) -> SamplingParams:
@@ -164,31 +164,8 @@ def choose_tokens(scores: torch.Tensor, draws: torch.Tensor, sampling: SamplingP
     Returns:
         int64 [batch, 1].
     """
-    probs, tokens = _candidates(scores / sampling.temperature, sampling)
-    if sampling.top_p < 1:  # likeliest first: drop what comes after the share is full
-        probs = probs * (probs.cumsum(dim=-1) - probs < sampling.top_p)
-    if sampling.min_p > 0:
-        probs = probs * (probs >= sampling.min_p * probs.amax(dim=-1, keepdim=True))
-    cumulative = probs.cumsum(dim=-1)
-    # the first candidate whose cumulative probability exceeds the draw; never one of probability 0
-    place = torch.searchsorted(cumulative, draws.to(probs)[:, None] * cumulative[:, -1:], right=True)
-    place = torch.minimum(place, (probs > 0).cumsum(dim=-1).argmax(dim=-1, keepdim=True))
-    return place if tokens is None else tokens.gather(-1, place)
-
-
-def _candidates(scores: torch.Tensor, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Probabilities of the candidates [batch, k], likeliest first where it matters, and their ids (None: all)."""
-    vocab = scores.shape[-1]
-    if 0 < sampling.top_k < vocab:
-        values, tokens = scores.topk(sampling.top_k, dim=-1)
-        return values.softmax(dim=-1), tokens
-    probs = scores.softmax(dim=-1)
-    if sampling.top_p == 1:
-        return probs, None
-    likeliest, tokens = probs.topk(min(_TOP_P_CANDIDATES, vocab), dim=-1)
-    if bool((likeliest.sum(dim=-1) > sampling.top_p).all()):
-        return likeliest, tokens  # the share is full among these: no need to sort the vocabulary
-    return probs.sort(dim=-1, descending=True)
+    filters = Filters(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    return sample_tokens(scores, draws.tolist(), [filters] * len(scores))[:, None]
 
 
 class FiniteCheck(LogitsProcessor):

@@ -121,3 +121,10 @@ def test_forbidden_tokens_are_no_candidates():
     while not group.finished:
         group.advance(rows)
     assert group.best() == ([2, 2, 2], 0.0)
+
+
+def test_many_likely_ends_leave_enough_beams_that_go_on():
+    ends = frozenset({0, 1, 2, 3})
+    rows = (-torch.arange(20.0)).expand(2, -1).log_softmax(dim=-1)  # the ends are the likeliest
+    group = BeamGroup(2, 1.0, ends, 5)
+    assert group.advance(rows) == [(0, 4), (0, 5)]
