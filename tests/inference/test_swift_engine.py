@@ -11,6 +11,7 @@ from engines import ask, backend_of, engine, generated, prompts, requests_for, s
 from fixtures import make_tokenizer
 
 from swift.core.errors import DataError, SwiftError, UsageError
+from swift.inference.paged.linear import pack
 from swift.inference.requests import Request, SamplingParams
 
 GREEDY = SamplingParams(max_new_tokens=20)
@@ -331,3 +332,17 @@ def test_memory_stays_within_the_budget(tokenizer):
         backend.close()
     with pytest.raises(SwiftError, match="kv_cache_gib"):
         engine("llama", tokenizer, kv_cache_gib=1e-9)
+
+
+def test_bfloat16_weights_answer_alike_in_every_batch(tokenizer):
+    if pack(torch.zeros(8, 8, dtype=torch.bfloat16)) is None:
+        pytest.skip("this processor has no bfloat16 products")
+    texts = prompts(12)
+    backend = engine("llama", tokenizer, weight_format="bfloat16", max_batch_tokens=100)
+    try:
+        together = ask(backend, *requests_for(texts, SAMPLED))
+        for k in (0, 5, 11):
+            (alone,) = ask(backend, Request("alone", texts[k], SAMPLED))
+            assert alone.logprobs == together[k].logprobs
+    finally:
+        backend.close()

@@ -125,8 +125,9 @@ class SwiftBackend:
         return self._info
 
     def start(self) -> None:
+        rounded = self._config.weight_format == "bfloat16"
         for served in self._served:
-            prove_paged(served.model, served.shapes)
+            prove_paged(served.model, served.shapes, precision=torch.bfloat16 if rounded else None)
         self._loop.start()
 
     def close(self) -> None:
