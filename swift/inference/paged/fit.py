@@ -28,7 +28,7 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 6e-2, to
 
 def paged_unsupported_reason(model: PreTrainedModel) -> str | None:
     """Why this model can't be run over a paged cache, or None when its configuration allows it."""
-    if task_of(model).kind != "causal_lm":
+    if task_of(model).kind != "causal_lm" or model.get_output_embeddings() is None:
         return "it generates nothing"
     reason = varlen_unsupported_reason(model)
     if reason is not None:
