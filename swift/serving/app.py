@@ -129,7 +129,10 @@ def make_app(services: Services) -> ASGIApp:
     app.router.route_class = _StrictRoute
     app.state.services = services
     for path, handler in _POST:
-        app.post(path, name=path, response_class=JsonResponse)(handler)
+        written: Any = PlainTextResponse if handler in (load_adapter, unload_adapter) else JsonResponse
+        streams: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+        streamed = handler in (chat_completions, completions, responses)
+        app.post(path, name=path, response_class=written, responses=streams if streamed else None)(handler)
     for path, handler in (
         ("/v1/models", list_models),
         ("/v1/models/{model:path}", show_model),

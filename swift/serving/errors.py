@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from swift.core.errors import DataError, SwiftError, TemplateError, UsageError
 from swift.data.rows import RowProblem
@@ -64,13 +64,8 @@ class ApiError(HTTPException):
         return JsonResponse(self.body(), self.status_code, self.headers)
 
 
-class JsonResponse(Response):
-    """Plain values as JSON."""
-
-    media_type = "application/json"
-
-    def __init__(self, content: Any, status_code: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(content, status_code, headers)
+class JsonResponse(JSONResponse):
+    """Plain values as JSON, by orjson."""
 
     def render(self, content: Any) -> bytes:
         return orjson.dumps(content)
