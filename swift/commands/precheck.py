@@ -14,7 +14,7 @@ from typing import Any
 
 from swift.config.checks import find_problems
 from swift.config.cluster import read_cluster
-from swift.config.commands import DeployConfig, MergeLoraConfig
+from swift.config.commands import AppConfig, DeployConfig, MergeLoraConfig
 from swift.config.data import DataConfig, RowsConfig
 from swift.config.degrees import degree_problems, needs_shape, read_model_shape
 from swift.config.nodes import find_nodes, world_size_expected
@@ -51,7 +51,8 @@ def precheck(config: Any, *, places: Mapping[str, str] | None = None) -> None:
     dry = hasattr(config, "parallelism") and config.parallelism.dry_run  # needs config.json only, and no rows
     missing_adapter = isinstance(config, MergeLoraConfig) and not config.model.adapters
     named = config.model.model or not (adapters or missing_adapter)  # without a model, an adapter names its own
-    if named and not dry:
+    elsewhere = isinstance(config, AppConfig) and (config.page.base_url or config.page.share)  # no model is needed
+    if named and not dry and not elsewhere:
         problems += _raised(where, "model", check_model_source, config.model)
     if hasattr(config, "data") and not dry:
         problems += _data_faults(where, config.data)

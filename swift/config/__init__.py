@@ -9,6 +9,7 @@ from __future__ import annotations
 from swift.config.build import build_config, with_saved_config
 from swift.config.catalog import COMMANDS, LATER, Command
 from swift.config.commands import (
+    AppConfig,
     DeployConfig,
     ExportConfig,
     InferConfig,
@@ -25,6 +26,7 @@ __all__ = [
     "COMMANDS",
     "CONFIG_NAME",
     "LATER",
+    "AppConfig",
     "Command",
     "DeployConfig",
     "ExportConfig",

@@ -71,6 +71,7 @@ COMMANDS: dict[str, Command] = {
         Command(
             "deploy", "deploy", "DeployConfig", "serve a model over HTTP, as OpenAI's clients expect it", _FLAGS, "Use"
         ),
+        Command("app", "app", "AppConfig", "talk to a model in the browser", _FLAGS, "Use"),
         Command("merge-lora", "merge_lora", "MergeLoraConfig", "merge an adapter into its model", _FLAGS, "Use"),
         Command("export", "export", "ExportConfig", "write a data set as token shards", _FLAGS, "Use"),
         Command(
@@ -92,7 +93,6 @@ COMMANDS: dict[str, Command] = {
 # commands that scripts written for ms-swift may call and that this version lacks -> what to do meanwhile
 LATER: dict[str, str] = {
     "eval": "benchmarks are being built; `swift sft --eval_steps N --val_dataset FILE` reports the evaluation loss",
-    "app": "the chat page is being built; `swift infer` chats in the terminal",
     "web-ui": "the studio is being built; every run writes report.html meanwhile",
     "sample": "sampling with rewards is being built; `swift infer --val_dataset FILE` generates one answer a row",
     "rollout": "rollout servers come with reinforcement learning, which is being built",

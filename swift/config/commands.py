@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from swift.config.app import AppConfig as AppConfig
 from swift.config.data import BatchingConfig, DataConfig, PromptConfig, RowsConfig, TemplateConfig
 from swift.config.engine import EngineConfig
 from swift.config.export import ExportConfig as ExportConfig
