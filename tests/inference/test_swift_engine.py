@@ -12,7 +12,7 @@ from fixtures import make_tokenizer
 
 from swift.core.errors import DataError, SwiftError, UsageError
 from swift.inference.paged.linear import pack
-from swift.inference.requests import Request, SamplingParams
+from swift.inference.requests import Request, SamplingParams, Structure
 
 GREEDY = SamplingParams(max_new_tokens=20)
 SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.0, top_p=0.9, top_k=40, seed="7", logprobs=2)
@@ -119,6 +119,36 @@ def test_beams_are_those_of_generate(width, penalty, tokenizer):
         assert [answer.tokens for answer in answers[:4]] == wanted
         assert answers[4].tokens == generated(build("llama"), texts[0], 20)
         assert backend.stats().blocks_used == 0
+    finally:
+        backend.close()
+
+
+def test_beams_are_penalised_as_generate_penalises_them(tokenizer):
+    texts = prompts(3, seed=6)
+    wanted = [generated(build("llama"), t, 12, num_beams=3, repetition_penalty=1.5, min_new_tokens=4) for t in texts]
+    params = SamplingParams(max_new_tokens=12, num_beams=3, repetition_penalty=1.5, min_new_tokens=4)
+    backend = engine("llama", tokenizer)
+    try:
+        assert [answer.tokens for answer in ask(backend, *requests_for(texts, params))] == wanted
+    finally:
+        backend.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"speculative": "prompt_lookup"}])
+def test_an_answer_of_a_given_form_ends_with_it(settings, tokenizer, tiny_model_dir):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    backend = backend_of(model, tokenizer, stop=(tokenizer.eos_token_id,), **settings)
+    choice = Structure("choice", '["alpha one", "beta two", "alpha three"]')
+    params = SamplingParams(max_new_tokens=40, temperature=1.0, structure=choice)
+    try:
+        asked = [Request(f"r{k}", [5, 6, k + 3], replace(params, seed=str(k))) for k in range(12)]
+        asked += [Request("endless", [5, 6], replace(params, ignore_eos=True))]
+        answers = ask(backend, *asked)
+        assert {answer.text for answer in answers} <= {"alpha one", "beta two", "alpha three"}
+        assert len({answer.text for answer in answers}) > 1
+        assert {answer.last.finish_reason for answer in answers} == {"stop"}
     finally:
         backend.close()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from swift.core.errors import SwiftError
+from swift.core.errors import NumericsError, SwiftError
 from swift.inference.backends.base import EngineStats
 from swift.inference.choosing.chooser import Choice, Chooser, Run
 from swift.inference.decoding import AnswerText
@@ -112,7 +112,7 @@ class EngineCore:
             state=state,
             text=self._text(request),
             leader=self._leader(request),
-            beams=BeamSearch(request, ends, limit - len(request.prompt)) if params.num_beams > 1 else None,
+            beams=BeamSearch(parts.chooser, request, ends, limit) if params.num_beams > 1 else None,
             prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(request.prompt),
         )
         if request.group is not None and sequence.leader is None:
@@ -209,7 +209,7 @@ class EngineCore:
         self._end(sequence, update.finish_reason, update=update, text="".join(text) + sequence.text.flush())
 
     def _reason(self, sequence: Sequence, token: int, ended: bool) -> FinishReason | None:
-        if ended or sequence.text.stopped_by is not None:
+        if ended or sequence.text.stopped_by is not None or sequence.state.complete:
             return "stop"
         return "length" if len(sequence.tokens) >= sequence.limit else None
 
@@ -240,7 +240,11 @@ class EngineCore:
         """Beams move on together, once each has its scores."""
         search: BeamSearch = sequence.beams
         members = self._sequences[sequence.request.id]
-        moved = search.advance(members, sequence, row)
+        try:
+            moved = search.advance(members, sequence, row)
+        except NumericsError as error:
+            self._end(sequence, "error", error=error)
+            return
         if moved is None:
             return
         if moved == []:
