@@ -92,15 +92,17 @@ def test_a_request_is_cancelled_alone(backend, model):
 
 
 def test_closing_ends_everything_as_cancelled_and_the_thread(model, tokenizer):
+    before = set(threading.enumerate())
     backend = TransformersBackend(model, tokenizer, [2], max_batch_size=1)
     backend.start()
+    assert set(threading.enumerate()) - before
     answers = submit(backend, *requests_for(texts(3), SamplingParams(max_new_tokens=900, ignore_eos=True)))
     while not any(answer.updates for answer in answers):
         time.sleep(0.001)
     backend.close()
     backend.close()
     assert [answer.last.finish_reason for answer in answers] == ["cancelled"] * 3
-    assert not [thread for thread in threading.enumerate() if thread.name == "generate" and thread.is_alive()]
+    assert not set(threading.enumerate()) - before
     with pytest.raises(SwiftError, match="closed"):
         backend.submit(Request("late", [5], GREEDY), print)
 
