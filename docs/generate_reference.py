@@ -14,7 +14,16 @@ from swift.commands.data import CheckHelp, PreviewHelp
 from swift.commands.data_run import OperatorsFlags, ReportFlags, RunFlags
 from swift.commands.doctor import DoctorOptions
 from swift.commands.quickstart import QuickstartOptions
-from swift.config import DeployConfig, ExportConfig, InferConfig, MergeLoraConfig, PtConfig, RlhfConfig, SftConfig
+from swift.config import (
+    AppConfig,
+    DeployConfig,
+    ExportConfig,
+    InferConfig,
+    MergeLoraConfig,
+    PtConfig,
+    RlhfConfig,
+    SftConfig,
+)
 from swift.config.catalog import COMMANDS
 from swift.config.schema import Setting, default_words, groups_of, settings_of, type_words
 from swift.core.doctor import VARIABLES
@@ -48,6 +57,7 @@ _OTHERS: dict[str, type] = {
     "rlhf": RlhfConfig,
     "infer": InferConfig,
     "deploy": DeployConfig,
+    "app": AppConfig,
     "merge-lora": MergeLoraConfig,
     "export": ExportConfig,
     "data check": CheckHelp,
