@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from swift.serving.errors import ApiError, JsonResponse
 from swift.serving.exchange import exchange_of
@@ -51,14 +51,14 @@ async def load_adapter(http: HttpRequest, body: LoadAdapterRequest) -> Response:
     if "\0" in body.lora_path:
         raise ApiError(400, "lora_path is not a path", param="lora_path")
     await services.models.load_adapter(body.lora_name, Path(body.lora_path), body.base_model_name)
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+    return JsonResponse({"message": f"the adapter {body.lora_name} is there"})
 
 
 async def unload_adapter(http: HttpRequest, body: UnloadAdapterRequest) -> Response:
     """Stop offering an adapter."""
     _only_admins(http)
     await services_of(http).models.unload_adapter(body.lora_name)
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+    return JsonResponse({"message": f"the adapter {body.lora_name} is gone"})
 
 
 def _only_admins(http: HttpRequest) -> None:

@@ -27,6 +27,7 @@ from swift.serving.completions import completions
 from swift.serving.errors import ApiError, JsonResponse, from_validation
 from swift.serving.gate import Gate
 from swift.serving.generation import Disconnected
+from swift.serving.health import health, ready
 from swift.serving.judging import classify, embeddings, rerank, score
 from swift.serving.responses import responses
 from swift.serving.services import Services, services_of
@@ -89,23 +90,6 @@ class _StrictRoute(APIRoute):
         return handle_strictly
 
 
-async def health(http: HttpRequest) -> Response:
-    """Whether the process can do its work: not while its engine fails."""
-    models = services_of(http).models
-    trouble = "the model can't be loaded" if models.state == "failed" else models.trouble
-    if trouble:
-        return JsonResponse({"status": "failing", "reason": trouble}, 503)
-    return JsonResponse({"status": "ok"})
-
-
-async def ready(http: HttpRequest) -> Response:
-    """Whether requests would be answered: 503 until the model is loaded and warm."""
-    models = services_of(http).models
-    if models.state != "ready" or models.trouble:
-        return JsonResponse({"status": models.trouble or models.state}, 503)
-    return JsonResponse({"status": "ready", "models": models.names()})
-
-
 async def metrics(http: HttpRequest) -> Response:
     """Prometheus' text."""
     services = services_of(http)
@@ -129,10 +113,9 @@ def make_app(services: Services) -> ASGIApp:
     app.router.route_class = _StrictRoute
     app.state.services = services
     for path, handler in _POST:
-        written: Any = PlainTextResponse if handler in (load_adapter, unload_adapter) else JsonResponse
         streams: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
         streamed = handler in (chat_completions, completions, responses)
-        app.post(path, name=path, response_class=written, responses=streams if streamed else None)(handler)
+        app.post(path, name=path, response_class=JsonResponse, responses=streams if streamed else None)(handler)
     for path, handler in (
         ("/v1/models", list_models),
         ("/v1/models/{model:path}", show_model),

@@ -85,6 +85,7 @@ class Models:
 
     Attributes:
         state: `loading` until `serve` was called; `failed` when they can't be loaded.
+        failed_at: when something went wrong last (`time.monotonic`).
     """
 
     def __init__(self) -> None:
@@ -93,6 +94,7 @@ class Models:
         self._aliases: dict[str, str] = {}
         self._changing = asyncio.Lock()
         self._broken: str | None = None
+        self.failed_at = 0.0
 
     def serve(self, models: list[ServedModel]) -> None:
         """Offer these from now on. The first one is meant where a request names none."""
@@ -110,7 +112,7 @@ class Models:
         return self._broken
 
     def went_wrong(self, message: str) -> None:
-        self._broken = message
+        self._broken, self.failed_at = message, time.monotonic()
 
     def went_well(self) -> None:
         self._broken = None
