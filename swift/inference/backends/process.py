@@ -1,0 +1,145 @@
+"""A server program of another project as a child process: started, watched until it answers, and never left behind.
+
+It runs in its own session, so that everything it started ends with it; on Linux the kernel ends it when this process is
+killed. What it says goes to a file whose last lines explain a failed start. Knows nothing of models or of what the
+server is asked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from swift.core.errors import SwiftError
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LOG_LINES = 20
+_POLL_S = 0.1
+_GRACE_S = 10.0  # a server on its way out still answers what it holds
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class ServerProcess:
+    """A running server.
+
+    The thread that makes it has to outlive it: Linux ends a child with the thread that started it.
+
+    Args:
+        command: program and arguments.
+        log_file: takes what it prints; parents are made.
+        environment: variables besides those of this process.
+
+    Raises:
+        SwiftError: the program can't be run.
+    """
+
+    def __init__(self, command: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.log_file = log_file
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with log_file.open("wb") as log:
+                self._child = subprocess.Popen(
+                    list(command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **(environment or {})},
+                    start_new_session=True,
+                    preexec_fn=_dying_with(os.getpid()),
+                )
+        except OSError as error:
+            raise SwiftError(
+                f"{command[0]} can't be run: {error.strerror or error}",
+                where=str(command[0]),
+                fix="give the path of a program that is there and may be run",
+            ) from error
+        self._finalizer = weakref.finalize(self, _end, self._child)
+
+    @property
+    def pid(self) -> int:
+        """Of the server, which leads its process group."""
+        return self._child.pid
+
+    @property
+    def running(self) -> bool:
+        return self._child.poll() is None
+
+    def wait_until(self, url: str, *, timeout_s: float) -> None:
+        """Return when `url` answers with 200.
+
+        Raises:
+            SwiftError: the server ended before, or took longer; the message has its last words. It is gone then.
+        """
+        deadline = time.monotonic() + timeout_s
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a proxy
+        while self.running:
+            with suppress(OSError, urllib.error.URLError), opener.open(url, timeout=5) as answer:
+                if answer.status == 200:
+                    return
+            if time.monotonic() > deadline:
+                self.close()
+                raise SwiftError(
+                    f"the server did not answer within {timeout_s:.0f} s; it said last:\n{self.last_words()}",
+                    where=str(self.log_file),
+                    fix="read the whole log, or wait longer",
+                )
+            time.sleep(_POLL_S)
+        status = self._child.returncode
+        self.close()
+        raise SwiftError(
+            f"the server ended with status {status} before it answered; it said last:\n{self.last_words()}",
+            where=str(self.log_file),
+            fix="read the whole log",
+        )
+
+    def last_words(self) -> str:
+        """The last lines of the log."""
+        lines = self.log_file.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(lines[-_LOG_LINES:])
+
+    def close(self) -> None:
+        """End it and all that it started. Idempotent."""
+        self._finalizer()
+
+
+def _dying_with(parent: int) -> Callable[[], None] | None:
+    """What the child does before it becomes the server: ask the kernel to be ended when its parent is."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # found before the fork, where only little is safe
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died in between
+            os._exit(1)
+
+    return ask
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """First politely; whoever is left of the group is killed, also where the server itself has ended already."""
+    with suppress(ProcessLookupError):
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(_GRACE_S)
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
