@@ -34,6 +34,7 @@ from swift.inference.paged.loop import EngineLoop
 from swift.inference.paged.pace import Pace
 from swift.inference.paged.runner import ModelRunner
 from swift.inference.paged.scheduler import Limits, Scheduler
+from swift.inference.paged.spread import Crew, SpreadRunner
 from swift.inference.paged.weights import ServedWeights
 from swift.inference.requests import Request, Sink
 from swift.models.memory import free_memory_bytes
@@ -44,6 +45,8 @@ _GIB = 1 << 30
 _MOST_ON_CPU = 4 * _GIB
 _MOST_LOGPROBS = 1000  # likeliest tokens that a request may ask for
 _FALLBACK_CONTEXT = 1 << 20
+# what a model over several processes can't do
+_NOT_SPREAD: frozenset[Feature] = frozenset({"adapters", "weight_update", "sleep"})
 
 
 class SwiftBackend:
@@ -57,6 +60,7 @@ class SwiftBackend:
         stop_token_ids: what ends an answer.
         owned: nobody else needs the model's weights as they were; they are then held in the engine's form only.
         draft_model: a smaller model that guesses tokens.
+        crew: the processes that the model is spread over; the first one is started, the others `follow`.
 
     Raises:
         ModelError: the model can't be run this way, or no block of the cache fits into memory.
@@ -73,13 +77,17 @@ class SwiftBackend:
         stop_token_ids: Sequence[int],
         owned: bool = True,
         draft_model: Any = None,
+        crew: Crew | None = None,
     ) -> None:
         self._config = config
-        self._served = [_Served(part, config, owned) for part in (model, draft_model) if part is not None]
+        self._crew = crew
+        self._served = [_Served(part, config, owned, crew) for part in (model, draft_model) if part is not None]
         if draft_model is not None:
             _check_draft(model, draft_model)
         context = _context_length(model)
         self._num_blocks = _blocks_that_fit(self._served, config, context)
+        if crew is not None:
+            self._num_blocks = crew.least(self._num_blocks)
         for served in self._served:
             served.make_cache(self._num_blocks)
         self._runner = self._served[0].runner
@@ -97,7 +105,7 @@ class SwiftBackend:
             context_length=context,
             vocab_size=vocab_size,
             stop_token_ids=tuple(stop_token_ids),
-            features=frozenset(get_args(Feature)),
+            features=frozenset(get_args(Feature)) - (_NOT_SPREAD if crew is not None else frozenset()),
             max_logprobs=_MOST_LOGPROBS,
         )
         self._chooser = Chooser(vocab_size, device, tokenizer)
@@ -118,17 +126,27 @@ class SwiftBackend:
         self._loop = EngineLoop(self._core)
         self._asleep = False
         # a thread inside of torch while the interpreter ends would crash it
-        self._finalizer = weakref.finalize(self, self._loop.close)
+        self._finalizer = weakref.finalize(self, _close, self._loop, self._runner)
 
     @property
     def info(self) -> ModelInfo:
         return self._info
 
     def start(self) -> None:
+        self._prove()
+        self._loop.start()
+
+    def follow(self) -> None:
+        """Do what the first process of the crew says, until it is closed."""
+        self._prove()
+        runner = self._served[0].runner
+        assert isinstance(runner, SpreadRunner)
+        runner.follow()
+
+    def _prove(self) -> None:
         rounded = self._config.weight_format == "bfloat16"
         for served in self._served:
             prove_paged(served.model, served.shapes, precision=torch.bfloat16 if rounded else None)
-        self._loop.start()
 
     def close(self) -> None:
         self._finalizer()
@@ -163,7 +181,16 @@ class SwiftBackend:
             asleep=self._asleep,
         )
 
+    def _require(self, feature: Feature) -> None:
+        if feature not in self._info.features:
+            raise UsageError(
+                f"a model that is spread over processes has no {feature}",
+                where="--tensor_parallel_size",
+                fix="--tensor_parallel_size 1",
+            )
+
     def load_adapter(self, name: str, folder: Path) -> None:
+        self._require("adapters")
         self._loop.call(lambda: self._adapters.load(name, folder))
 
     def unload_adapter(self, name: str) -> None:
@@ -175,6 +202,8 @@ class SwiftBackend:
         self._loop.call(unload, idle=True)
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._require("weight_update")
+
         def update() -> None:
             self._weights.update(tensors)
             self._core.forget_texts()
@@ -182,6 +211,8 @@ class SwiftBackend:
         self._loop.call(update, idle=True)
 
     def sleep(self, level: int = 1) -> None:
+        self._require("sleep")
+
         def fall_asleep() -> None:
             self._asleep = True
             self._core.forget_texts()
@@ -212,6 +243,13 @@ class SwiftBackend:
         return LookupGuesser(config.num_draft_tokens) if config.speculative == "prompt_lookup" else None
 
 
+def _close(loop: EngineLoop, runner: ModelRunner) -> None:
+    """End the engine's thread, and let those who follow go."""
+    loop.close()
+    if isinstance(runner, SpreadRunner) and runner.leads:
+        runner.stop()
+
+
 class _Served:
     """A model made ready for the engine, and its cache.
 
@@ -219,7 +257,7 @@ class _Served:
         ModelError: the engine can't run it.
     """
 
-    def __init__(self, model: Any, config: EngineConfig, owned: bool) -> None:
+    def __init__(self, model: Any, config: EngineConfig, owned: bool, crew: Crew | None) -> None:
         reason = paged_unsupported_reason(model)
         if reason is not None:
             raise ModelError(
@@ -232,9 +270,10 @@ class _Served:
         self._block_size = config.block_size
         self.shapes = layer_shapes(model)
         self._dtype = model.dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
-        serve_linears(model, weight_format=config.weight_format, owned=owned)
+        if crew is None:
+            serve_linears(model, weight_format=config.weight_format, owned=owned)
         model.set_attn_implementation(PAGED)
-        self.runner = ModelRunner(model)
+        self.runner = ModelRunner(model) if crew is None else SpreadRunner(model, crew)
 
     @property
     def block_bytes(self) -> int:

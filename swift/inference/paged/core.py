@@ -261,7 +261,7 @@ class EngineCore:
 
     def _replace_beams(self, members: list[Sequence], moved: list[tuple[Sequence, int]]) -> None:
         """New beams take the cached tokens of those that they go on from."""
-        scheduler, cache = self._parts.scheduler, self._parts.runner.cache
+        scheduler = self._parts.scheduler
         beams = []
         for parent, token in moved:
             beam = Sequence(
@@ -280,8 +280,8 @@ class EngineCore:
                 begun=True,
             )
             copied = scheduler.fork(parent, beam)
-            if copied is not None and cache is not None:
-                cache.copy_block(*copied)
+            if copied is not None:
+                self._parts.runner.copy_block(*copied)
             beam.tokens.append(token)
             beams.append(beam)
         for member in members:

@@ -47,7 +47,8 @@ class ModelRunner:
         Returns:
             fp32 [wanted rows, vocab], in the order of `pieces` and of `Piece.wants`.
         """
-        step, rows = self._hidden(pieces)
+        step, ids, positions, wanted = self._step(pieces)
+        rows = self._compute(step, ids, positions, wanted)
         if not len(rows):
             return torch.empty(0, 0, device=rows.device)
         step.adapter_rows = _wanted_rows(pieces)
@@ -57,21 +58,25 @@ class ModelRunner:
     @torch.inference_mode()
     def hidden(self, pieces: Sequence[Piece[Any]]) -> torch.Tensor:
         """Hidden states instead: [wanted rows, hidden]."""
-        return self._hidden(pieces)[1]
+        return self._compute(*self._step(pieces))
 
-    def _hidden(self, pieces: Sequence[Piece[Any]]) -> tuple[Step, torch.Tensor]:
-        step, ids, positions, offsets = self._step(pieces)
+    def copy_block(self, source: int, target: int) -> None:
+        """Make a block of the cache hold what another one holds."""
+        assert self.cache is not None
+        self.cache.copy_block(source, target)
+
+    def _compute(self, step: Step, ids: np.ndarray, positions: np.ndarray, wanted: list[int]) -> torch.Tensor:
+        """Hidden states of the wanted rows."""
         with running(step):
             hidden = self._decoder(
                 input_ids=torch.from_numpy(ids)[None].to(self._device),
                 position_ids=torch.from_numpy(positions)[None].to(self._device),
                 use_cache=False,
             ).last_hidden_state[0]
-        wanted = [offsets[k] + row for k, piece in enumerate(pieces) for row in piece.wants]
-        return step, hidden[torch.tensor(wanted, dtype=torch.int64, device=hidden.device)]
+        return hidden[torch.tensor(wanted, dtype=torch.int64, device=hidden.device)]
 
     def _step(self, pieces: Sequence[Piece[Any]]) -> tuple[Step, np.ndarray, np.ndarray, list[int]]:
-        """The step, ids and positions [rows], and the first row of each piece."""
+        """The step, ids and positions [rows], and the rows that are wanted."""
         assert self.cache is not None, "the engine sleeps"
         size = self.cache.block_size
         order = sorted(range(len(pieces)), key=lambda k: pieces[k].sequence.adapter)
@@ -99,7 +104,8 @@ class ModelRunner:
             _extend(adapter_rows, piece.sequence.adapter, row, count)
             row += count
         step = Step(self.cache, rows, slots, spans, tables, adapter_rows)
-        return step, ids, positions + self._first_position, offsets
+        wanted = [offsets[k] + row for k, piece in enumerate(pieces) for row in piece.wants]
+        return step, ids, positions + self._first_position, wanted
 
 
 def _wanted_rows(pieces: Sequence[Piece[Any]]) -> list[tuple[int, int, int]]:
