@@ -6,6 +6,7 @@ isn't ready.
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from swift.config.inference import GenerationConfig, InferRunConfig
 from swift.config.serving import named_adapters
 from swift.core.errors import UsageError
 from swift.core.extras import check_installed
-from swift.core.logging import get_logger
+from swift.core.logging import get_logger, rank
 
 if TYPE_CHECKING:
     from swift.inference.loading import Prepared
@@ -131,5 +132,19 @@ def _usual_name(config: DeployConfig, plain: list[str]) -> str:
 
 def main(config: DeployConfig) -> int:
     """The command. Returns the exit code."""
-    deploy(config)
+    if rank() > 0:
+        _follow(config)
+    else:
+        deploy(config)
     return 0
+
+
+def _follow(config: DeployConfig) -> None:
+    """One of the further processes of a model that is spread over several."""
+    from swift.inference.backends.choose import follow
+    from swift.inference.loading import prepare
+
+    for number in (signal.SIGINT, signal.SIGTERM):  # the first process lets running answers end, and then this one
+        signal.signal(number, signal.SIG_IGN)
+    plain, _ = named_adapters(config.model.adapters)
+    follow(prepare(_as_infer(config, plain)))

@@ -69,7 +69,13 @@ COMMANDS: dict[str, Command] = {
         ),
         Command("infer", "infer", "InferConfig", "talk to a model, or answer a file of prompts", _FLAGS, "Use", True),
         Command(
-            "deploy", "deploy", "DeployConfig", "serve a model over HTTP, as OpenAI's clients expect it", _FLAGS, "Use"
+            "deploy",
+            "deploy",
+            "DeployConfig",
+            "serve a model over HTTP, as OpenAI's clients expect it",
+            _FLAGS,
+            "Use",
+            True,
         ),
         Command("app", "app", "AppConfig", "talk to a model in the browser", _FLAGS, "Use"),
         Command("merge-lora", "merge_lora", "MergeLoraConfig", "merge an adapter into its model", _FLAGS, "Use"),

@@ -36,6 +36,9 @@ class EngineConfig:
     weight_format: Literal["auto", "bfloat16"] = setting(
         "auto", help="how linear layers are held and multiplied on a CPU; auto: exact, as the model's dtype says"
     )
+    tensor_parallel_size: int = setting(
+        1, help="processes that each hold a share of every matrix; swift deploy starts them, for models that don't fit"
+    )
     speculative: Literal["none", "prompt_lookup", "draft"] = setting(
         "none", help="guess tokens ahead, from the text so far or by a smaller model; answers stay the same"
     )

@@ -33,6 +33,7 @@ ENGINE_RANGES: dict[str, tuple[float, float | None, bool, bool]] = {
     "kv_cache_gib": (0, None, False, True),
     "block_size": (1, None, True, True),
     "num_draft_tokens": (1, None, True, True),
+    "tensor_parallel_size": (1, None, True, True),
     "max_latency_ms": (0, None, False, True),
 }
 STRUCTURES = (
@@ -43,7 +44,7 @@ STRUCTURES = (
 )
 _PAGED_ONLY = (
     "max_batch_tokens", "kv_cache_gib", "kv_cache_dtype", "block_size", "enable_prefix_caching", "weight_format",
-    "speculative", "draft_model", "num_draft_tokens", "max_latency_ms", "warmup_file",
+    "speculative", "draft_model", "num_draft_tokens", "max_latency_ms", "warmup_file", "tensor_parallel_size",
 )  # fmt: skip
 
 

@@ -11,12 +11,13 @@ from peft import PeftModel
 from swift.config import InferConfig
 from swift.config.engine import InferBackend
 from swift.config.engine_checks import paged_settings
-from swift.core.errors import ModelError, UsageError
-from swift.core.logging import get_logger
+from swift.core.errors import ModelError, SwiftError, UsageError
+from swift.core.logging import get_logger, world_size
 from swift.inference.backends.base import Backend
 from swift.inference.backends.transformers import TransformersBackend
 
 if TYPE_CHECKING:
+    from swift.inference.backends.swift import SwiftBackend
     from swift.inference.loading import Prepared
 
 log = get_logger("inference")
@@ -88,6 +89,8 @@ def _paged(prepared: Prepared) -> Backend:
             where="--attn_impl",
             fix="leave it out, or --infer_backend transformers",
         )
+    if config.tensor_parallel_size > 1:
+        return _spread(prepared)
     model = prepared.weights()
     adapted = isinstance(model, PeftModel)
     inner: Any = model.get_base_model() if adapted else model  # the adapter's layers are in there
@@ -106,6 +109,47 @@ def _paged(prepared: Prepared) -> Backend:
             raise
         reason = error.message
     return _instead(prepared, prepared.weights(), reason)  # read anew: layers were exchanged
+
+
+def _spread(prepared: Prepared) -> SwiftBackend:
+    """The engine over several processes; each of them calls this."""
+    from swift.inference.backends.swift import SwiftBackend
+    from swift.inference.paged.spread import gather_crew, spread_model, start_of
+
+    config = prepared.config
+    size = config.engine.tensor_parallel_size
+    where = f"--tensor_parallel_size {size}"
+    if world_size() != size:
+        raise UsageError(
+            f"a model over {size} processes needs these, and there are {world_size()}",
+            where=where,
+            fix="swift deploy starts them by itself",
+        )
+    wrong = {
+        "adapters": "merge the adapter first: swift merge-lora" if prepared.adapter is not None else "",
+        "draft_model": "leave it out" if config.engine.draft_model is not None else "",
+        "weight_format": "leave it out" if config.engine.weight_format != "auto" else "",
+    }
+    for name, fix in wrong.items():
+        if fix:
+            raise UsageError(f"--{name} and a model over several processes don't go together", where=where, fix=fix)
+    crew = gather_crew(size, prepared.device.type)
+    start = start_of(prepared.base, config.model, prepared.dtype)
+    model = spread_model(crew, start, torch.device(prepared.device.torch_device))
+    return SwiftBackend(model, prepared.tokenizer, config.engine, stop_token_ids=prepared.stop_token_ids(), crew=crew)
+
+
+def follow(prepared: Prepared) -> None:
+    """What the processes of a spread model do that aren't the first one: compute what it says, until it ends.
+
+    Raises:
+        SwiftError: the model can't be spread, or the first process is gone.
+    """
+    backend = _spread(prepared)
+    try:
+        backend.follow()
+    except RuntimeError as error:  # gloo's answer to a connection that breaks
+        raise SwiftError(f"the first process is gone: {str(error).splitlines()[0]}") from error
 
 
 def _instead(prepared: Prepared, model: Any, reason: str) -> Backend:
