@@ -12,6 +12,7 @@ import torch
 from architectures import build
 from engines import ask, engine, generated, prompts
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from swift.core.errors import ModelError, UsageError
 from swift.inference.paged.adapters import AdapterSlots
@@ -67,6 +68,17 @@ def test_an_owned_models_matrices_are_held_once():
     kept = build("llama")
     serve_linears(kept, owned=False)
     assert not any(p.is_meta for p in kept.parameters())
+
+
+def test_an_owned_models_file_isnt_held_in_memory(tmp_path):
+    build("llama-tied").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    maps = Path("/proc/self/maps")
+    if str(tmp_path) not in maps.read_text():
+        pytest.skip("weights aren't read as mapped files here")
+    if serve_linears(model) == 0:
+        pytest.skip("no packed products on this machine")
+    assert str(tmp_path) not in maps.read_text()
 
 
 def test_bfloat16_weights_round_and_nothing_else():

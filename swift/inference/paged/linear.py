@@ -153,7 +153,16 @@ def serve_linears(model: nn.Module, *, weight_format: str = "auto", owned: bool 
         if owned and served.packed is not None and id(module.weight) not in elsewhere:
             empty = torch.empty_like(module.weight, device="meta")
             module.weight = nn.Parameter(empty, requires_grad=False)
+    if owned and num_packed:
+        _let_go_of_file(model)
     return num_packed
+
+
+def _let_go_of_file(model: nn.Module) -> None:
+    """Copy what is left of a model. It is read as one mapped file, which stays as long as one weight lies in it."""
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone()
 
 
 def _weights_used_elsewhere(model: nn.Module) -> set[int]:
