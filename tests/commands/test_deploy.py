@@ -95,6 +95,20 @@ def test_from_the_command_line_to_an_answer(tiny_model_dir: Path, adapter_dir: P
 
 
 @pytest.mark.slow
+def test_a_model_over_two_processes_answers_as_one_does(tiny_model_dir: Path) -> None:
+    texts = []
+    for size in ("1", "2"):
+        with deployed("--model", str(tiny_model_dir), "--tensor_parallel_size", size) as (process, url, lines):
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+            name = client.models.list().data[0].id
+            answer = client.chat.completions.create(model=name, messages=HELLO, temperature=0, max_tokens=20)
+            texts.append(answer.choices[0].message.content)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0, "".join(lines)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_running_answer_may_end_after_the_signal(tiny_model_dir: Path, number: signal.Signals) -> None:
     with deployed("--model", str(tiny_model_dir)) as (process, url, lines):
