@@ -214,6 +214,12 @@ class TestRefusedAdapters:
         with pytest.raises(ModelError, match="no adapter folder"):
             slots.load("a", tmp_path / "nothing")
 
+    def test_a_model_that_carries_one_already(self, tmp_path):
+        model = peft.PeftModel.from_pretrained(build("llama"), str(make_adapter(tmp_path / "own", 0))).get_base_model()
+        serve_linears(model)
+        with pytest.raises(UsageError, match="of its own"):
+            AdapterSlots(model).load("a", make_adapter(tmp_path / "a", 1))
+
     def test_a_name_that_is_taken(self, slots, tmp_path):
         slots.load("a", make_adapter(tmp_path / "a", 0))
         with pytest.raises(UsageError, match="already"):

@@ -6,7 +6,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, PeftType
 
 from swift.config import InferConfig
 from swift.config.engine import InferBackend
@@ -99,16 +99,20 @@ def _paged(prepared: Prepared) -> Backend:
         return _instead(prepared, model, reason)
     draft = None if config.draft_model is None else prepared.draft_weights()
     stops = prepared.stop_token_ids()
-    # some adapters compute with the weights of the layers that they sit on, so these aren't the engine's alone
+    owned = not adapted or not _reads_weights(model)
     try:
-        return SwiftBackend(
-            inner, prepared.tokenizer, config, stop_token_ids=stops, owned=not adapted, draft_model=draft
-        )
+        return SwiftBackend(inner, prepared.tokenizer, config, stop_token_ids=stops, owned=owned, draft_model=draft)
     except ModelError as error:
         if config.infer_backend != "auto":
             raise
         reason = error.message
     return _instead(prepared, prepared.weights(), reason)  # read anew: layers were exchanged
+
+
+def _reads_weights(model: PeftModel) -> bool:
+    """Whether an adapter computes with the weights of the layers that it sits on, instead of adding to their output."""
+    configs: list[Any] = list(model.peft_config.values())
+    return any(config.peft_type != PeftType.LORA or config.use_dora for config in configs)
 
 
 def _spread(prepared: Prepared) -> SwiftBackend:

@@ -59,12 +59,18 @@ class AdapterSlots:
         """Read an adapter; it can be used from the next step on.
 
         Raises:
-            UsageError: the name is taken.
+            UsageError: the name is taken, or the model carries an adapter that requests don't choose.
             ModelError: the folder holds none that fits this model, or one that can't be added row by row.
         """
         if name in self._slots:
             raise UsageError(
                 f"there is an adapter called {name!r} already", fix="unload it first, or take another name"
+            )
+        if any(layer.endswith(".base_layer") for layer in self._layers):
+            raise UsageError(
+                "the model carries an adapter of its own, and others can't be chosen beside it",
+                where=f"--adapters {name}=…",
+                fix="give that one a name too (--adapters NAME=FOLDER), or --merge_lora true",
             )
         config = _checked(read_adapter_config(folder), folder)
         with quiet_transformers():
