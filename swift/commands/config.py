@@ -76,7 +76,7 @@ def _show(arguments: list[str]) -> int:
 def _refuse_file_of_another_command(path: str) -> None:
     """Say which `--command` a file is for, when all that `swift sft` doesn't know in it belongs to one other command.
 
-    `infer` counts alone where `deploy` would do as well: what answers here may answer there.
+    `infer` counts alone where other commands that answer would do as well.
 
     Raises:
         UsageError: if so, or if the file can't be read.
@@ -91,7 +91,7 @@ def _refuse_file_of_another_command(path: str) -> None:
             if extra and all(name in names_of(cls) for name in extra):
                 foreign[other.name] = extra
     if "infer" in foreign:
-        foreign.pop("deploy", None)
+        foreign = {"infer": foreign["infer"]}
     if len(foreign) == 1:
         ((command, names),) = foreign.items()
         verb = "is a setting" if len(names) == 1 else "are settings"
