@@ -250,7 +250,6 @@ _OF_RLHF = {
 # configuration class -> settings of training that scripts also give to that command, where they mean nothing
 OF_COMMAND: dict[str, dict[str, Rule]] = {
     "InferConfig": {
-        **_later("tensor_parallel_size", _ENGINE, ("1", *OFF), "one device answers"),
         **_satisfied(
             "max_length cutoff_len max_seq_length sequence_len truncation_strategy",
             "prompts are never cut; --max_new_tokens bounds the answer, --max_model_len both together",
