@@ -134,8 +134,12 @@ def main(config: DeployConfig) -> int:
     """The command. Returns the exit code."""
     if rank() > 0:
         _follow(config)
-    else:
-        deploy(config)
+        return 0
+    server = make_server(config)
+    server.run()
+    from swift.serving.lifecycle import end_if_loading
+
+    end_if_loading(server)
     return 0
 
 

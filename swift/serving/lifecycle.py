@@ -79,6 +79,18 @@ def check_tls(config: ServeConfig) -> None:
             ) from error
 
 
+def end_if_loading(server: LiveServer) -> None:
+    """End the process, without an error, when a server was stopped in the midst of loading.
+
+    For a command, as the last thing that it does: loading can't be interrupted, and the interpreter's end in the midst
+    of it would crash.
+    """
+    if server.loading:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
 class LiveServer:
     """One run of a server.
 
@@ -104,6 +116,11 @@ class LiveServer:
         host = f"[{host}]" if ":" in host else host
         return f"http{'s' if self.config.ssl_certfile else ''}://{host}:{port}"
 
+    @property
+    def loading(self) -> bool:
+        """Whether a thread is loading the model; it may outlive `run`."""
+        return self._loading
+
     def run(self) -> None:
         """Serve until a signal or `stop`.
 
@@ -118,11 +135,8 @@ class LiveServer:
         asyncio.run(self._serve())
         if self._failure is not None:
             raise self._failure
-        if self._loading:  # it can't be interrupted, and the interpreter's end in the midst of it would crash
+        if self._loading:
             log.info("stopped before the model was loaded")
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
 
     def stop(self) -> None:
         """End as after a signal. For any thread."""
