@@ -8,6 +8,8 @@ from typing import Literal
 from swift.config.fields import setting
 
 InferBackend = Literal["auto", "swift", "transformers", "vllm", "sglang", "lmdeploy", "llamacpp", "openvino"]
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16"]
+WeightFormat = Literal["auto", "bfloat16"]
 
 
 @dataclass
@@ -26,14 +28,12 @@ class EngineConfig:
     kv_cache_gib: float | None = setting(
         None, help="memory for keys and values, GiB; default: a quarter of what is free, 4 at most on a CPU"
     )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", help="precision of keys and values; auto: the model's"
-    )
+    kv_cache_dtype: KVCacheDtype = setting("auto", help="precision of keys and values; auto: the model's")
     block_size: int = setting(16, help="tokens of a block of the KV cache")
     enable_prefix_caching: bool = setting(
         True, help="prompts that begin alike are computed once", aliases=("vllm_enable_prefix_caching",)
     )
-    weight_format: Literal["auto", "bfloat16"] = setting(
+    weight_format: WeightFormat = setting(
         "auto", help="how linear layers are held and multiplied on a CPU; auto: exact, as the model's dtype says"
     )
     tensor_parallel_size: int = setting(
@@ -49,4 +49,28 @@ class EngineConfig:
     )
     warmup_file: str | None = setting(
         None, help="prompts (any rows that infer reads) computed before the first request, kept in the prefix cache"
+    )
+    skip_layers: list[int] = setting(
+        help="decoder layers left out, counted from 0; answers change, so only for models that were trained for it",
+        factory=list,
+    )
+    adaptive: bool = setting(
+        False, help="measure ways to run the model, and take the most exact one that is fast enough and good enough"
+    )
+    adaptive_latency_ms: float | None = setting(None, help="time between two tokens of an answer that is fast enough")
+    adaptive_concurrency: int = setting(1, help="requests computed together for which adaptive_latency_ms is meant")
+    adaptive_eval_file: str | None = setting(
+        None, help="rows with answers that tell what is good enough; without it only exact ways are tried"
+    )
+    adaptive_max_loss_increase: float = setting(
+        0.01, help="mean loss per token of these answers, in nats, that may be lost; 0.01: a perplexity 1 % higher"
+    )
+    adaptive_siblings: list[str] = setting(
+        help="smaller models of the same tokenizer that may be taken instead, folders or ids", factory=list
+    )
+    adaptive_skip_layers: list[str] = setting(
+        help="layers that may be left out, each a way of its own: last:4 (the last four) or 8,9,10", factory=list
+    )
+    adaptive_report: str | None = setting(
+        None, help="JSON file with what was measured and chosen, read at the next start; default: in the cache folder"
     )

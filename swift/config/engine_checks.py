@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from swift.config.adaptive_checks import adaptive_faults
 from swift.config.engine import EngineConfig
 from swift.config.files import what_is_there
 from swift.config.resolve import Problem
@@ -35,6 +36,9 @@ ENGINE_RANGES: dict[str, tuple[float, float | None, bool, bool]] = {
     "num_draft_tokens": (1, None, True, True),
     "tensor_parallel_size": (1, None, True, True),
     "max_latency_ms": (0, None, False, True),
+    "adaptive_latency_ms": (0, None, False, True),
+    "adaptive_concurrency": (1, None, True, True),
+    "adaptive_max_loss_increase": (0, None, True, True),
 }
 STRUCTURES = (
     "structured_outputs_json",
@@ -45,13 +49,14 @@ STRUCTURES = (
 _PAGED_ONLY = (
     "max_batch_tokens", "kv_cache_gib", "kv_cache_dtype", "block_size", "enable_prefix_caching", "weight_format",
     "speculative", "draft_model", "num_draft_tokens", "max_latency_ms", "warmup_file", "tensor_parallel_size",
+    "skip_layers", "adaptive",
 )  # fmt: skip
 
 
 def paged_settings(config: EngineConfig) -> list[str]:
     """The settings that somebody changed and that only the paged engine (`--infer_backend swift`) reads."""
-    defaults = {member.name: member.default for member in fields(EngineConfig)}
-    return [name for name in _PAGED_ONLY if getattr(config, name) != defaults[name]]
+    usual = EngineConfig()
+    return [name for name in _PAGED_ONLY if getattr(config, name) != getattr(usual, name)]
 
 
 def engine_faults(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
@@ -114,6 +119,11 @@ def _schema_file(path: Path, fault: Fault) -> Iterator[Problem]:
 
 
 def _engine(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
+    yield from adaptive_faults(values, fault)
+    if values["skip_layers"] and min(values["skip_layers"]) < 0:
+        yield fault("skip_layers", "layers are counted from 0", "--skip_layers 28 29, say")
+    if values["skip_layers"] and values["tensor_parallel_size"] > 1:
+        yield fault("skip_layers tensor_parallel_size", "a model over several processes runs with all its layers")
     if values["speculative"] == "draft" and not values["draft_model"]:
         yield fault("speculative", "speculative draft needs a smaller model", "--draft_model FOLDER_OR_ID")
     if values["draft_model"] and values["speculative"] != "draft":

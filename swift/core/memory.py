@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from pathlib import Path
 
 
 def return_free_memory() -> None:
@@ -15,3 +17,9 @@ def return_free_memory() -> None:
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
+
+
+def resident_bytes() -> int | None:
+    """Main memory that this process holds now; None where the system has no `/proc`."""
+    path = Path("/proc/self/statm")
+    return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.is_file() else None

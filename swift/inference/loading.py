@@ -66,9 +66,9 @@ class Prepared:
         """What an answer depends on, as plain JSON values: model, adapter, encoding and precision."""
         return {
             "model": str(self.base),
-            "model_files": _folder_hash(self.base),
+            "model_files": folder_hash(self.base),
             "adapter": str(self.adapter) if self.adapter else None,
-            "adapter_files": _folder_hash(self.adapter) if self.adapter else None,
+            "adapter_files": folder_hash(self.adapter) if self.adapter else None,
             "merge_lora": self.config.infer.merge_lora,
             "encoding": self.encoder.fingerprint(),
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -86,6 +86,7 @@ class Prepared:
             "infer_backend": wanted_backend(self.config),
             "kv_cache_dtype": engine.kv_cache_dtype,
             "weight_format": engine.weight_format,
+            **({"skip_layers": engine.skip_layers} if engine.skip_layers else {}),
         }
 
     def load(self) -> Engine:
@@ -116,12 +117,20 @@ class Prepared:
         return engine
 
     def weights(self) -> Any:
-        """The generating model with its adapter, merged if that was asked for.
+        """The generating model with its adapter, merged if that was asked for, without the layers to skip.
 
         Raises:
             ModelError: weights that don't fit, or a merge that changes the answers.
+            UsageError: layers to skip that the model doesn't have.
         """
-        return self._weights(CAUSAL_LM)
+        from peft import PeftModel
+
+        from swift.inference.adaptive.layers import leave_out
+
+        model = self._weights(CAUSAL_LM)
+        inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        leave_out(inner, self.config.engine.skip_layers)
+        return model
 
     def draft_weights(self) -> Any:
         """The smaller model of `--draft_model`, placed and typed as the model.
@@ -230,7 +239,10 @@ def load_engine(config: InferConfig) -> Engine:
 
 
 def prepare(config: InferConfig) -> Prepared:
-    """The first, cheap step of `load_engine`; the same errors, but for those of the weights."""
+    """The first, cheap step of `load_engine`; the same errors, but for those of the weights.
+
+    With `--adaptive`, the way to run the model is decided here: measured, where no earlier start did.
+    """
     config = filled(config)
     device = choose_device(config.infer.device)
     adapter = _adapter_folder(config)
@@ -241,7 +253,12 @@ def prepare(config: InferConfig) -> Prepared:
     task = served_task(config, base, adapter)
     if task is None:
         encoder = ChatEncoder(tokenizer, config.template)
-        return Prepared(config, base, adapter, tokenizer, encoder, device, dtype)
+        prepared = Prepared(config, base, adapter, tokenizer, encoder, device, dtype)
+        if not config.engine.adaptive:
+            return prepared
+        from swift.inference.adaptive.adapt import adapted
+
+        return adapted(prepared)
     if config.engine.infer_backend not in ("auto", "transformers") or paged_settings(config.engine):
         given = paged_settings(config.engine) or ["infer_backend"]
         raise UsageError(
@@ -326,7 +343,7 @@ def _attention(wanted: str) -> str | None:
     return None if wanted == "auto" else wanted
 
 
-def _folder_hash(folder: Path) -> str:
+def folder_hash(folder: Path) -> str:
     """Names, sizes and times of a model's files: cheap, and changes when the folder is written again."""
     files = sorted(path for path in folder.iterdir() if path.suffix in _IDENTITY_SUFFIXES and path.is_file())
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
