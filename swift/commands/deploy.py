@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.commands.precheck import precheck
+from swift.commands.replicas import route
 from swift.config import DeployConfig, InferConfig, build_config
 from swift.config.inference import GenerationConfig, InferRunConfig
 from swift.config.serving import named_adapters
@@ -37,7 +38,11 @@ def deploy(config: DeployConfig | None = None, **flags: Any) -> None:
     Raises:
         SwiftError: with what was wrong, where, and what to do.
     """
-    make_server(build_config(DeployConfig, flags) if config is None else config).run()
+    config = build_config(DeployConfig, flags) if config is None else config
+    if config.scale.routed:
+        route(config)
+    else:
+        make_server(config).run()
 
 
 def make_server(config: DeployConfig) -> LiveServer:
@@ -134,6 +139,9 @@ def main(config: DeployConfig) -> int:
     """The command. Returns the exit code."""
     if rank() > 0:
         _follow(config)
+        return 0
+    if config.scale.routed:
+        route(config)
         return 0
     server = make_server(config)
     server.run()

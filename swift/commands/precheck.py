@@ -52,6 +52,7 @@ def precheck(config: Any, *, places: Mapping[str, str] | None = None) -> None:
     missing_adapter = isinstance(config, MergeLoraConfig) and not config.model.adapters
     named = config.model.model or not (adapters or missing_adapter)  # without a model, an adapter names its own
     elsewhere = isinstance(config, AppConfig) and (config.page.base_url or config.page.share)  # no model is needed
+    elsewhere = elsewhere or (isinstance(config, DeployConfig) and bool(config.scale.replica_urls))
     if named and not dry and not elsewhere:
         problems += _raised(where, "model", check_model_source, config.model)
     if hasattr(config, "data") and not dry:

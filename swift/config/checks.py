@@ -20,6 +20,7 @@ from swift.config.engine_checks import ENGINE_RANGES, engine_faults
 from swift.config.files import CONFIG_NAME, what_is_there
 from swift.config.parallel_checks import parallel_faults
 from swift.config.preference_checks import PREFERENCE_RANGES, preference_faults
+from swift.config.replicas import REPLICA_RANGES, replica_faults
 from swift.config.resolve import Problem, raise_problems
 from swift.config.saved import DEEPSPEED_FOLDER, LATEST, MANIFEST, damage, latest_root, resume_folder
 from swift.config.schema import values_of
@@ -76,6 +77,7 @@ _RANGES: dict[str, tuple[float, float | None, bool, bool]] = {
     **ENGINE_RANGES,
     **PREFERENCE_RANGES,
     **TASK_RANGES,
+    **REPLICA_RANGES,
 }
 
 _LORA_ONLY = ("use_dora", "use_rslora", "lorap_lr_ratio")
@@ -473,6 +475,7 @@ class _Checker:
 
     def generation(self) -> Iterator[Problem]:
         yield from engine_faults(self.values, self.fault)
+        yield from replica_faults(self.values, self.fault)
         if self["load_data_args"] and self["load_args"] is False:
             yield self.fault("load_data_args load_args", "load_data_args needs load_args true")
         if self["merge_lora"] and not self["adapters"]:

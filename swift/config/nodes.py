@@ -92,7 +92,7 @@ def find_nodes(config: Any, environ: Mapping[str, str]) -> Nodes:
 def processes_wanted(config: Any, environ: Mapping[str, str]) -> int:
     """Processes on this machine: the flag, else `NPROC_PER_NODE`, else the GPUs that Slurm gave this task, else 1."""
     if getattr(config, "serve", None) is not None:  # a server is one process, unless its model needs several
-        return int(config.engine.tensor_parallel_size)
+        return 1 if config.scale.routed else int(config.engine.tensor_parallel_size)
     group = getattr(config, "training", None) or getattr(config, "infer", None)
     flag = getattr(group, "nproc_per_node", None)
     if flag is not None:

@@ -9,6 +9,7 @@ from swift.config.data import PromptConfig
 from swift.config.engine import EngineConfig
 from swift.config.fields import setting
 from swift.config.model import ModelConfig
+from swift.config.replicas import ReplicasConfig
 from swift.config.task import AnsweredTaskConfig
 
 
@@ -76,6 +77,7 @@ class DeployConfig:
     generation: AnswerDefaultsConfig = field(default_factory=AnswerDefaultsConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    scale: ReplicasConfig = field(default_factory=ReplicasConfig)
     task: AnsweredTaskConfig = field(default_factory=AnsweredTaskConfig)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from swift.config.serving import ServeConfig
 from swift.core.errors import SwiftError, UsageError
@@ -25,6 +26,7 @@ from swift.core.logging import get_logger
 from swift.serving.app import make_app
 from swift.serving.connections import timed_protocol
 from swift.serving.limits import Keys, read_keys
+from swift.serving.metrics import Metrics
 from swift.serving.served import ServedModel
 from swift.serving.services import Services
 
@@ -79,6 +81,41 @@ def check_tls(config: ServeConfig) -> None:
             ) from error
 
 
+def warn_if_open(config: ServeConfig, keys: Keys) -> None:
+    """Warn who opens a server to all."""
+    if not keys.needed and not config.host.startswith(_LOCAL):
+        log.warning("anyone who reaches this machine can use the server: --host %s without --api_key", config.host)
+
+
+def uvicorn_settings(config: ServeConfig, app: ASGIApp) -> uvicorn.Config:
+    """How `app` is served."""
+    protocol: Any = timed_protocol(config.header_timeout_s)
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=config.keep_alive_s,
+        timeout_graceful_shutdown=config.drain_s,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+    )
+
+
+async def say_when_draining(server: uvicorn.Server, metrics: Metrics, drain_s: int) -> None:
+    """A line when the server begins to end while it is still answering."""
+    while not server.should_exit:
+        await asyncio.sleep(0.1)
+    if active := metrics.num_active:
+        log.info("stopping: %d requests have %d s to end; Ctrl-C: at once", active, drain_s)
+
+
 def end_if_loading(server: LiveServer) -> None:
     """End the process, without an error, when a server was stopped in the midst of loading.
 
@@ -127,10 +164,7 @@ class LiveServer:
         Raises:
             SwiftError: the model can't be loaded.
         """
-        if not self.keys.needed and not self.config.host.startswith(_LOCAL):
-            log.warning(
-                "anyone who reaches this machine can use the server: --host %s without --api_key", self.config.host
-            )
+        warn_if_open(self.config, self.keys)
         log.info("listening at %s, loading the model", self.url)
         asyncio.run(self._serve())
         if self._failure is not None:
@@ -145,14 +179,17 @@ class LiveServer:
 
     async def _serve(self) -> None:
         self.services = services = Services(self.config, self.keys)
-        self._uvicorn = server = uvicorn.Server(self._settings(services))
+        self._uvicorn = server = uvicorn.Server(uvicorn_settings(self.config, make_app(services)))
         if threading.current_thread() is threading.main_thread():
             # uvicorn raises the signals that it got once more at its end, when the work is done
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: None)
         self._loading = True
         threading.Thread(target=self._load_models, args=(asyncio.get_running_loop(),), name="load", daemon=True).start()
-        helpers = [asyncio.create_task(self._say_when_draining()), asyncio.create_task(self._say_load())]
+        helpers = [
+            asyncio.create_task(say_when_draining(server, services.metrics, self.config.drain_s)),
+            asyncio.create_task(self._say_load()),
+        ]
         try:
             await server.serve(sockets=[self._listener])
         finally:
@@ -161,26 +198,6 @@ class LiveServer:
             await asyncio.to_thread(self._close_models)
             services.close()
             log.info("stopped")
-
-    def _settings(self, services: Services) -> uvicorn.Config:
-        config = self.config
-        protocol: Any = timed_protocol(config.header_timeout_s)
-        return uvicorn.Config(
-            make_app(services),
-            http=protocol,
-            ws="none",
-            loop="asyncio",
-            lifespan="off",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=config.keep_alive_s,
-            timeout_graceful_shutdown=config.drain_s,
-            ssl_certfile=config.ssl_certfile,
-            ssl_keyfile=config.ssl_keyfile,
-        )
 
     def _load_models(self, loop: asyncio.AbstractEventLoop) -> None:
         began = time.monotonic()
@@ -204,14 +221,6 @@ class LiveServer:
         self.services.models.serve(models)
         names = ", ".join(model.name for model in models)
         log.info("ready after %.1f s: %s at %s/v1", seconds, names, self.url)
-
-    async def _say_when_draining(self) -> None:
-        assert self._uvicorn is not None
-        assert self.services is not None
-        while not self._uvicorn.should_exit:
-            await asyncio.sleep(0.1)
-        if active := self.services.metrics.num_active:
-            log.info("stopping: %d requests have %d s to end; Ctrl-C: at once", active, self.config.drain_s)
 
     async def _say_load(self) -> None:
         """A line on the engine's load from time to time, while there is any."""

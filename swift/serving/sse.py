@@ -18,6 +18,7 @@ from swift.serving.exchange import exchange_of
 from swift.serving.generation import Disconnected, Generation
 
 DONE = b"data: [DONE]\n\n"
+USAGE_HEADER = "x-swift-usage"  # of a router: the stream tells how many tokens it took, in a comment before its end
 _SLACK_S = 5.0  # after the answer's own time-out, which is said to the client
 
 
@@ -52,17 +53,20 @@ class EventStream(Response):
         try:
             async with asyncio.timeout(max(limit_s, _SLACK_S)):  # a client may stop reading
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await self._send_events(send)
+                await self._send_events(send, (USAGE_HEADER.encode(), b"1") in scope["headers"])
         except (Disconnected, TimeoutError):
             pass
         finally:
             self._generation.close()
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self, send: Send, with_usage: bool) -> None:
         end = self._done
         try:
             async for chunk in self._chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            if with_usage:
+                usage = self._generation.usage
+                end = f": usage {usage.prompt} {usage.cached} {usage.generated}\n\n".encode() + end
         except ApiError as error:
             end = event(error.body())
         except asyncio.CancelledError:
