@@ -14,9 +14,10 @@ from swift.config.data import PromptConfig
 from swift.core.errors import UsageError
 from swift.data.encoding.encode import ChatEncoder
 from swift.inference.answers.choose import AnswerForms
-from swift.inference.answers.forms import CallForm, find_form, probe_answer
+from swift.inference.answers.forms import CallForm, find_form, probe_calls, written
 from swift.inference.answers.parts import Said
 from swift.inference.answers.reader import AnswerForm, AnswerReader
+from swift.inference.answers.thoughts import ThoughtForm
 from swift.inference.choosing.structured import Structures
 
 TEMPLATES = Path(__file__).parent.parent / "assets" / "templates"
@@ -93,7 +94,8 @@ def test_what_a_template_writes_is_read_back(name):
     assert calls is not None
     form, draw = AnswerForm(calls=calls), random.Random(0)
     for count in (1, 2) if name != "llama3_1" else (1,):
-        text, wanted = probe_answer(encoder, count)
+        wanted = probe_calls(count)
+        text = written(encoder, wanted)
         before = "" if not calls.begins else "I look it up.\n"
         for pieces in ([text], list(text), *(cuts(text, draw) for _ in range(30))):
             said = read(form, before, *pieces)
@@ -193,7 +195,7 @@ def test_calls_without_marks(text, content, calls):
     ],
 )
 def test_thoughts(text, begun, thoughts, content):
-    form = AnswerForm(thinks=True, begins_in_thought=begun)
+    form = AnswerForm(thoughts=ThoughtForm(), begins_in_thought=begun)
     draw = random.Random(2)
     for pieces in ([text], list(text), *(cuts(text, draw) for _ in range(20))):
         said = read(form, *pieces)
@@ -202,7 +204,7 @@ def test_thoughts(text, begun, thoughts, content):
 
 def test_calls_in_thoughts_are_thoughts():
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    said = read(AnswerForm(calls=QWEN, thinks=True), f"<think>maybe {call}</think>\n{call}")
+    said = read(AnswerForm(calls=QWEN, thoughts=ThoughtForm()), f"<think>maybe {call}</think>\n{call}")
     assert said.thoughts == f"maybe {call}" and len(said.calls) == 1 and said.content == ""
 
 
@@ -224,7 +226,7 @@ def test_the_prompt_tells_whether_a_thought_is_open():
     prompt = encoder.encode_prompt([{"role": "user", "content": "hi"}])
     assert forms.form(prompt, None).begins_in_thought
     assert not forms.form(prompt[:-4], None).begins_in_thought
-    assert not AnswerForms(encoder_of(WRITTEN["objects"])).form(prompt, None).thinks
+    assert AnswerForms(encoder_of(WRITTEN["objects"])).form(prompt, None).thoughts is None
 
 
 def tool(name: str, **properties: dict) -> dict:

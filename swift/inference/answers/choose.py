@@ -9,9 +9,11 @@ from typing import Any
 
 from swift.core.errors import UsageError
 from swift.data.encoding.encode import ChatEncoder
-from swift.data.encoding.probe import CLOSE, OPEN
-from swift.inference.answers.forms import CallForm, find_form, probe_answer
+from swift.inference.answers.forms import PROBES, Call, CallForm, find_form, probe_calls, shown_instead, written
 from swift.inference.answers.reader import AnswerForm
+from swift.inference.answers.thoughts import ThoughtForm, find_thoughts
+from swift.inference.choosing.structured import MAX_SPACES
+from swift.inference.choosing.vetting import vet_schema
 from swift.inference.requests import Structure
 
 _TAIL = 16  # last tokens of a prompt, enough to see whether it opens a thought
@@ -31,16 +33,29 @@ class AnswerForms:
     def calls(self) -> CallForm | None:
         """How the template writes tool calls, if it does in a way that can be read back."""
         form = find_form(self._encoder)
-        if form is None:
-            return None
-        text, wanted = probe_answer(self._encoder, 1)
-        read = AnswerForm(calls=form).parse(text).calls
-        return form if [(name, json.loads(arguments)) for name, arguments in read] == wanted else None
+        return form if form is not None and self._reads_back(form) else None
 
-    @property
-    def thinks(self) -> bool:
-        """Whether the template knows thoughts."""
-        return CLOSE in (self._encoder.template or "")
+    @cached_property
+    def thoughts(self) -> ThoughtForm | None:
+        """How the template writes thoughts, if it knows any."""
+        return find_thoughts(self._encoder)
+
+    def _reads_back(self, form: CallForm) -> bool:
+        """Whether the template's own renderings are read as what they were made of. What it can't show at all (a
+        second call, an object among the values) isn't asked for."""
+        reader = AnswerForm(calls=form, schemas={probe["function"]["name"]: _parameters(probe) for probe in PROBES})
+        variants: list[list[Call]] = [probe_calls(1), [(name, {}) for name, _ in probe_calls(1)]]
+        variants += [probe_calls(count, hard=True, nested=nested) for count in (1, 2) for nested in (False, True)]
+        read = 0
+        for calls in variants:
+            text = written(self._encoder, calls)
+            if text is None:
+                continue
+            read += 1
+            found = reader.parse(text)
+            if found.content.strip() or [(name, json.loads(given)) for name, given in found.calls] != calls:
+                return False
+        return read > 0
 
     def form(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]] | None) -> AnswerForm:
         """What may be in the answer to a prompt.
@@ -54,14 +69,15 @@ class AnswerForms:
         tail = self._encoder.tokenizer.decode(list(prompt[-_TAIL:]), skip_special_tokens=False).rstrip()
         return AnswerForm(
             calls=self._required() if tools else None,
-            thinks=self.thinks,
-            begins_in_thought=self.thinks and tail.endswith(OPEN),
-            schemas={tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools or ()},
+            thoughts=self.thoughts,
+            begins_in_thought=self.thoughts is not None and tail.endswith(self.thoughts.opening.strip()),
+            schemas={tool["function"]["name"]: _parameters(tool) for tool in tools or ()},
+            ignored=self._ignored,
         )
 
     def skips_special_tokens(self, tools: Sequence[dict[str, Any]] | None) -> bool:
         """Whether the marks of the form are plain text, so that special tokens needn't show."""
-        marks = [OPEN, CLOSE] if self.thinks else []
+        marks = [*self.thoughts.marks] if self.thoughts is not None else []
         if tools and self.calls is not None:
             marks += self.calls.marks
         special = self._encoder.tokenizer.all_special_tokens
@@ -76,6 +92,8 @@ class AnswerForms:
         form = self._required()
         if not self.skips_special_tokens(tools):
             raise _unforced("its marks are special tokens")
+        if any(character < " " and character not in "\r\n" for mark in form.marks for character in mark):
+            raise _unforced("there are control characters in its marks")
         calls = [_call(form, tool["function"]) for tool in tools]
         one: dict[str, Any] = {"type": "or", "elements": calls} if len(calls) > 1 else calls[0]
         elements = [_text(form.section[0]), one]
@@ -84,14 +102,25 @@ class AnswerForms:
         elements.append(_text(form.section[1]))
         return Structure("tag", json.dumps({"type": "structural_tag", "format": _sequence(elements)}))
 
+    @cached_property
+    def _ignored(self) -> tuple[str, ...]:
+        """Special tokens that the template knows: Llama 3 writes one before the JSON of some calls."""
+        template = self._encoder.template or ""
+        return tuple(token for token in self._encoder.tokenizer.all_special_tokens if token in template)
+
     def _required(self) -> CallForm:
         if self.calls is None:
             raise UsageError(
-                "how this model calls tools isn't known: its chat template writes no calls, or none that can be read",
+                "how this model calls tools isn't known: its chat template writes no calls, or none that can be read "
+                f"back: {shown_instead(self._encoder)}",
                 where="tools",
                 fix="name a template that does with --template FILE.jinja",
             )
         return self.calls
+
+
+def _parameters(tool: dict[str, Any]) -> dict[str, Any]:
+    return tool["function"].get("parameters") or {}
 
 
 def _call(form: CallForm, function: dict[str, Any]) -> dict[str, Any]:
@@ -100,20 +129,32 @@ def _call(form: CallForm, function: dict[str, Any]) -> dict[str, Any]:
     if form.kind == "tagged":
         raise _unforced("it writes arguments key by key")
     if form.kind == "named":
-        head = f"{form.opening}{function['name']}{form.middle}"
-        return _sequence([_text(head), {"type": "json_schema", "json_schema": schema}, _text(form.closing)])
+        name = function["name"]
+        id_mark, identity = form.id_mark, "[a-zA-Z0-9]{9}"
+        if form.name_in_id:
+            name, id_mark, identity = f"functions.{name}", ":", "[0-9]{1,3}"
+        head = [_text(form.opening + name + id_mark), {"type": "regex", "pattern": identity} if id_mark else None]
+        return _sequence([*head, _text(form.middle), _json(schema), _text(form.closing)])
     if form.text_arguments:
         raise _unforced("it writes arguments as JSON inside of JSON")
-    name, arguments = form.keys
+    properties: dict[str, Any] = {form.keys[0]: {"const": function["name"]}, form.keys[1]: schema}
+    if form.id_key:
+        properties[form.id_key] = {"type": "string", "pattern": "^[a-zA-Z0-9]{9}$"}
     whole: dict[str, Any] = {
         "type": "object",
-        "properties": {name: {"const": function["name"]}, arguments: schema},
-        "required": [name, arguments],
+        "properties": properties,
+        "required": list(properties),
         "additionalProperties": False,
     }
     if form.kind == "list":
         whole = {"type": "array", "items": whole, "minItems": 1, "maxItems": 1}
-    return _sequence([_text(form.opening), {"type": "json_schema", "json_schema": whole}, _text(form.closing)])
+    return _sequence([_text(form.opening), _json(whole), _text(form.closing)])
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    """JSON of a schema that is kept to as where an answer's form is asked for."""
+    vetted = json.loads(vet_schema(json.dumps(schema)))
+    return {"type": "json_schema", "json_schema": vetted, "max_whitespace_cnt": MAX_SPACES}
 
 
 def _text(value: str) -> dict[str, Any] | None:

@@ -7,7 +7,13 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-_DECODER = json.JSONDecoder(strict=False)  # models write line breaks into strings
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+# models write line breaks into strings; NaN and its like are no JSON
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)
 # what a text may end with that more text would make valid
 _BEGUN = re.compile(r"(?:t|tr|tru|f|fa|fal|fals|n|nu|nul|-|[.eE][+-]?)$")
 _BEGUN_ESCAPE = re.compile(r"\\?(?:u[0-9a-fA-F]{0,4})?$")
@@ -38,4 +44,6 @@ def read_json(text: str, start: int = 0) -> Found | ValueError | None:
         return error
     except RecursionError:
         return ValueError("it is nested too deeply")
+    except ValueError as error:
+        return error
     return Found(value, end)

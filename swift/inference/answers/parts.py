@@ -35,11 +35,13 @@ class Said:
 
     Attributes:
         calls: name and arguments (JSON text) of each.
+        ids: of each call.
     """
 
     content: str = ""
     thoughts: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
 
     def add(self, piece: Piece) -> None:
         """Take a piece."""
@@ -49,5 +51,6 @@ class Said:
             return
         if piece.call.index == len(self.calls):
             self.calls.append((piece.call.name or "", ""))
+            self.ids.append(piece.call.id or "")
         name, arguments = self.calls[piece.call.index]
         self.calls[piece.call.index] = name, arguments + piece.call.arguments

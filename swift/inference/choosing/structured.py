@@ -28,7 +28,7 @@ _TOKEN_S = 0.25  # CPU time that one token may take; ordinary grammars take some
 _ANSWER_S = 5.0
 _CACHED = 128
 _CACHED_BYTES = 256 << 20
-_MAX_SPACES = 64  # consecutive white space in JSON: a model may otherwise go on with it for ever
+MAX_SPACES = 64  # consecutive white space in JSON: a model may otherwise go on with it for ever
 _PLACE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ", re.MULTILINE)  # what xgrammar's messages begin with
 
 
@@ -66,7 +66,7 @@ class Structures:
             ends: ids that end the answer; allowed as soon as the answer is complete.
         """
         grammar = self._grammar(structure)
-        inside = self._plain if structure.kind in ("json", "json_schema") else self._texts
+        inside = self._plain if structure.kind in ("json", "json_schema", "tag") else self._texts
         # without ends the tokenizer's own one stands for them; it is never let through
         matcher = self._library.GrammarMatcher(grammar, override_stop_tokens=sorted(ends) or None)
         return Matcher(matcher, inside, _bits(ends, self._vocab_size))
@@ -143,10 +143,10 @@ class Structures:
         """What compiles a structure that looks sound."""
         kind, value, compiler = structure.kind, structure.value, self._compiler
         if kind == "json":
-            return lambda: compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=_MAX_SPACES)
+            return lambda: compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=MAX_SPACES)
         if kind == "json_schema":
             schema = vet_schema(value)
-            return lambda: compiler.compile_json_schema(schema, max_whitespace_cnt=_MAX_SPACES)
+            return lambda: compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_SPACES)
         if kind == "regex":
             regex = vet_regex(value)
             return lambda: compiler.compile_regex(regex)
