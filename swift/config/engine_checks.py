@@ -134,11 +134,19 @@ def _engine(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
     if warmup and not Path(warmup).expanduser().exists():
         path = Path(warmup).expanduser()
         yield fault("warmup_file", f"there is no file {path} with prompts", what_is_there(path))
+    config = EngineConfig(**{member.name: values[member.name] for member in fields(EngineConfig)})
+    attention = values.get("attn_impl", "auto")
     if values["infer_backend"] == "transformers":
-        config = EngineConfig(**{member.name: values[member.name] for member in fields(EngineConfig)})
         for name in paged_settings(config):
             yield fault(
                 f"{name} infer_backend",
                 f"{name} is a setting of the paged engine, and infer_backend is transformers",
                 f"--infer_backend swift, or leave out {name}",
+            )
+    elif values["infer_backend"] == "auto" and attention != "auto":
+        for name in paged_settings(config):
+            yield fault(
+                f"{name} attn_impl",
+                f"{name} is a setting of the paged engine, and attn_impl {attention} is one of transformers' generate",
+                "keep one of them",
             )
