@@ -30,8 +30,10 @@ ROWS = ("hf", "hf-continuous", "swift", "swift-bfloat16", "vllm", "llama.cpp")
 KV_CACHE_GIB = 1.0
 
 
-def swift_answers(model: str, weight_format: str) -> Callable[[list[list[int]], int], list[list[int]]]:
-    """Our engine, in this process, without its prefix cache."""
+def swift_answers(
+    model: str, weight_format: str, *, enable_prefix_caching: bool = False
+) -> Callable[[list[list[int]], int], list[list[int]]]:
+    """Our engine, in this process."""
     import torch
 
     from swift.config import InferConfig, build_config
@@ -39,7 +41,7 @@ def swift_answers(model: str, weight_format: str) -> Callable[[list[list[int]], 
     from swift.inference.requests import Request, SamplingParams, Update
 
     torch.set_num_threads(1)
-    settings = {"infer_backend": "swift", "kv_cache_gib": KV_CACHE_GIB, "enable_prefix_caching": False}
+    settings = {"infer_backend": "swift", "kv_cache_gib": KV_CACHE_GIB, "enable_prefix_caching": enable_prefix_caching}
     backend = load_engine(
         build_config(InferConfig, {"model": model, "weight_format": weight_format, **settings})
     ).backend
