@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from answer_templates import CALLS
 from fixtures import make_tokenizer
 
 from swift.config.data import PromptConfig
@@ -239,11 +240,16 @@ def tool(name: str, **properties: dict) -> dict:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
-@pytest.mark.parametrize("name", ["objects", "sections", "a list", "name, then JSON"])
+FORCED = {name: WRITTEN[name] for name in ("objects", "sections", "a list", "name, then JSON")} | {
+    name: CALLS[name] for name in ("kimi k2", "mistral v3", "mistral v11", "command r7b", "xlam")
+}
+
+
+@pytest.mark.parametrize("name", sorted(FORCED))
 @pytest.mark.parametrize("parallel", [True, False])
 def test_a_forced_answer_is_a_call(name, parallel):
     """Random walks through the structure always end in calls of the tools, as the form reads them."""
-    encoder = encoder_of(WRITTEN[name])
+    encoder = encoder_of(FORCED[name])
     tools = [tool("look_up", place={"type": "string", "enum": ["Rome", "Oslo"]}), tool("count", n={"type": "boolean"})]
     forms = AnswerForms(encoder)
     structure = forms.forced(tools, parallel=parallel)
@@ -259,6 +265,56 @@ def test_a_forced_answer_is_a_call(name, parallel):
             seen.add(called)
             assert json.loads(arguments) in ({"place": "Rome"}, {"place": "Oslo"}, {"n": True}, {"n": False})
     assert seen == {"look_up", "count"}
+
+
+def allows(structure, tokenizer, text: str) -> bool:
+    """Whether an answer may begin with a text."""
+    matcher = Structures(tokenizer, len(tokenizer)).begin(structure, frozenset({tokenizer.eos_token_id}))
+    for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+        bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
+        if not bits[token]:
+            return False
+        matcher.take(token)
+    return True
+
+
+def test_forced_calls_keep_to_what_plain_structures_keep_to():
+    encoder = encoder_of(WRITTEN["objects"])
+    structure = AnswerForms(encoder).forced([tool("f", x={"type": "string"})], parallel=False)
+    begun = '<tool_call>{"name": "f", "arguments": {'
+    assert allows(structure, encoder.tokenizer, begun + " " * 64 + '"x": "é"}}</tool_call>')
+    assert not allows(structure, encoder.tokenizer, begun + " " * 65)
+    assert not allows(structure, encoder.tokenizer, begun + '"x": "a\tb')
+    with pytest.raises(UsageError, match="uniqueItems"):
+        AnswerForms(encoder).forced([tool("f", x={"type": "array", "uniqueItems": True})], parallel=False)
+
+
+def test_how_an_answer_is_cut_never_matters():
+    """Whole or by characters, over texts made of all that readers look for."""
+    draw = random.Random(0)
+    words = [
+        "\n",
+        " ",
+        '{"name": "f", "arguments": ',
+        *'{}[]"\\:,',
+        "\\u12",
+        "\\ud83d",
+        "x",
+        "é😀",
+        "NaN",
+        "-Infinity",
+        "1.",
+        "e",
+    ]
+    words += ["tru", "null", "<think>", "</think>", "functions.f:1", "<tool", "<function=f>", "</function>"]
+    words += ["<parameter=k>", "</parameter>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"]
+    for family in ("hermes", "qwen3 coder", "kimi k2", "mistral v13", "xlam"):
+        calls = AnswerForms(encoder_of(CALLS[family])).calls
+        for _ in range(400):
+            text = "".join(draw.choice([*words, *calls.marks]) for _ in range(draw.randrange(1, 25)))
+            form = AnswerForm(calls=calls, thoughts=draw.choice([None, ThoughtForm()]))
+            whole, cut = read(form, text), read(form, *text)
+            assert (whole.content, whole.thoughts, whole.calls) == (cut.content, cut.thoughts, cut.calls), text
 
 
 def random_answer(structures: Structures, structure, tokenizer, draw: random.Random) -> str:

@@ -128,12 +128,13 @@ def test_calls_as_items_of_a_response(talking: Live) -> None:
     assert found["output"][1]["content"][0]["text"] == "Let me look."
 
 
+@pytest.mark.parametrize("temperature", [0, 1])  # greedy, a tiny model writes as much white space as it may
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_a_model_can_be_made_to_call(tool_client: openai.OpenAI, choice: Any) -> None:
+def test_a_model_can_be_made_to_call(tool_client: openai.OpenAI, choice: Any, temperature: float) -> None:
     tools: Any = [WEATHER, CLOCK]
     answer = tool_client.chat.completions.create(
-        model=MODEL, messages=HELLO, tools=tools, tool_choice=choice, parallel_tool_calls=False, max_tokens=500,
-        temperature=1.0, seed=5,  # greedy, a tiny model writes white space for ever
+        model=MODEL, messages=HELLO, tools=tools, tool_choice=choice, parallel_tool_calls=False, max_tokens=800,
+        temperature=temperature, seed=5,
     )  # fmt: skip
     (call,) = answer.choices[0].message.tool_calls or []
     assert answer.choices[0].finish_reason == "tool_calls"
@@ -181,3 +182,29 @@ def test_a_template_without_tools_says_so(tiny_model_dir: Path, serving_backend:
     with running(ServeConfig(port=0, access_log=False), models) as server:
         answer = Live(server, backend).post("/v1/chat/completions", {"messages": HELLO, "tools": [WEATHER]})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools", answer.text
+        assert "a call comes out as" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"structured_outputs": {"tag": "{}"}},
+        {"structured_outputs": {"structural_tag": "{}"}},
+        {"response_format": {"type": "tag", "value": "{}"}},
+        {"response_format": {"type": "structural_tag", "structures": []}},
+    ],
+)
+def test_requests_give_no_structural_tags(talking: Live, more: dict[str, Any]) -> None:
+    """The grammar of forced calls is the program's own; a request can't smuggle one in, past the vetting."""
+    answer = talking.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 3, **more})
+    if "response_format" in more:
+        assert answer.status_code == 400, answer.text
+    else:  # unknown fields are ignored, as everywhere
+        assert answer.status_code == 200, answer.text
+
+
+def test_rules_that_cant_be_kept_to_are_refused_in_forced_calls(talking: Live) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {"required": ["a"]}}}}
+    body = {"messages": HELLO, "tools": [tool], "tool_choice": "required", "max_tokens": 3}
+    answer = talking.post("/v1/chat/completions", body)
+    assert answer.status_code == 400 and "not" in answer.json()["error"]["message"], answer.text
