@@ -10,7 +10,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,10 +27,11 @@ from swift.core.memory import resident_bytes, return_free_memory
 from swift.core.version import __version__
 from swift.data.encoding.encode import ChatEncoder
 from swift.inference.adaptive.candidates import Candidate, DtypeName, Wanted, candidates, declared_exits
-from swift.inference.adaptive.choose import Rules, Trial, decide, settled, verdicts
+from swift.inference.adaptive.choose import Rules, Trial, decide, reference_loss, settled, too_lossy, verdicts
 from swift.inference.adaptive.gate import GateText, gate_texts, mean_loss
 from swift.inference.adaptive.measure import Clock, token_ms
 from swift.inference.adaptive.store import check_report, key_of, store, stored
+from swift.inference.backends.base import Backend
 from swift.inference.backends.choose import running_backend
 from swift.inference.inputs import Inputs
 from swift.models.hub import resolve_model
@@ -92,7 +93,8 @@ def adapted(prepared: Prepared, *, clock_for: Callable[[Candidate], Clock] | Non
             break
         log.info("adaptive: measuring %s", way.name)
         clock = time.perf_counter if clock_for is None else clock_for(way)
-        trials.append(_trial(prepared, way, rules, texts, prompts, clock))
+        bench = _Bench(prepared, rules, texts, prompts, reference_loss(trials))
+        trials.append(bench.trial(way, clock))
     place = decide(trials, rules)
     fits = verdicts(trials, rules)[place] == "fits"
     untried = {way.name: _why_untried(way, tried) for way in ways if way.name not in {t.name for t in trials}}
@@ -199,35 +201,50 @@ def _prompts(encoder: ChatEncoder, count: int) -> list[list[int]]:
     ]
 
 
-def _trial(
-    prepared: Prepared,
-    way: Candidate,
-    rules: Rules,
-    texts: Sequence[GateText] | None,
-    prompts: Sequence[list[int]],
-    clock: Clock,
-) -> Trial:
-    """Load the model this way, time it, and take its loss."""
-    device = prepared.device.torch_device
-    numbers = sorted({1, rules.concurrency, prepared.config.engine.max_batch_size})
-    before = _start_memory(device)
-    try:
-        backend = running_backend(set_up(prepared, way))
+@dataclass(frozen=True)
+class _Bench:
+    """What every way is measured with.
+
+    Attributes:
+        texts: whose loss is taken; None for no loss.
+        prompts: that are timed.
+        reference: the loss that others are held against, once it is known.
+    """
+
+    prepared: Prepared
+    rules: Rules
+    texts: Sequence[GateText] | None
+    prompts: Sequence[list[int]]
+    reference: float | None
+
+    def trial(self, way: Candidate, clock: Clock) -> Trial:
+        """Load the model this way, take its loss and, unless that turns it down, time it."""
+        device = self.prepared.device.torch_device
+        before = _start_memory(device)
         try:
-            found = {number: token_ms(backend, prompts, number, clock) for number in numbers}
-            loss = None if texts is None else mean_loss(backend, texts)
-            return Trial(way.name, way.exact, found, _taken_memory(device, before), loss)
+            backend = running_backend(set_up(self.prepared, way))
+            try:
+                loss = None if self.texts is None else mean_loss(backend, self.texts)
+                found = {} if self._turned_down(loss) else self._times(backend, clock)
+                return Trial(way.name, way.exact, found, _taken_memory(device, before), loss)
+            finally:
+                backend.close()
+                del backend
+        except (SwiftError, torch.OutOfMemoryError) as error:
+            problem = error.message if isinstance(error, SwiftError) else first_line(error)
+            return Trial(way.name, way.exact, problem=problem)
         finally:
-            backend.close()
-            del backend
-    except (SwiftError, torch.OutOfMemoryError) as error:
-        problem = error.message if isinstance(error, SwiftError) else first_line(error)
-        return Trial(way.name, way.exact, problem=problem)
-    finally:
-        gc.collect()
-        return_free_memory()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+            gc.collect()
+            return_free_memory()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _turned_down(self, loss: float | None) -> bool:
+        return loss is not None and self.reference is not None and too_lossy(loss, self.reference, self.rules)
+
+    def _times(self, backend: Backend, clock: Clock) -> dict[int, float]:
+        numbers = sorted({1, self.rules.concurrency, self.prepared.config.engine.max_batch_size})
+        return {number: token_ms(backend, self.prompts, number, clock) for number in numbers}
 
 
 def _start_memory(device: torch.device) -> int | None:

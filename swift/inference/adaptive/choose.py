@@ -37,7 +37,8 @@ class Trial:
     Attributes:
         name: of the candidate.
         exact: see `Candidate`.
-        token_ms: number of requests computed together -> milliseconds between two tokens of one.
+        token_ms: number of requests computed together -> milliseconds between two tokens of one. Empty where the loss
+            is enough to turn it down.
         memory_bytes: that it took; None where the system doesn't tell.
         loss: mean per token of the evaluation answers, in nats; None where there are none.
         problem: why it can't be run; None where it can.
@@ -53,8 +54,19 @@ class Trial:
 
 def verdicts(trials: Sequence[Trial], rules: Rules) -> list[Verdict]:
     """What the rules say to each trial; losses are held against that of the first exact one that could be run."""
-    reference = next((trial.loss for trial in trials if trial.exact and trial.problem is None), None)
+    reference = reference_loss(trials)
     return [_verdict(trial, rules, reference) for trial in trials]
+
+
+def reference_loss(trials: Sequence[Trial]) -> float | None:
+    """The loss that others are held against."""
+    return next((trial.loss for trial in trials if trial.exact and trial.problem is None), None)
+
+
+def too_lossy(loss: float, reference: float, rules: Rules) -> bool:
+    """Whether that loss is more than the rules allow; true for nan."""
+    assert rules.max_loss_increase is not None
+    return not loss - reference <= rules.max_loss_increase
 
 
 def settled(trials: Sequence[Trial], rules: Rules) -> bool:
@@ -90,7 +102,7 @@ def _verdict(trial: Trial, rules: Rules, reference: float | None) -> Verdict:
     elif reference is None or trial.loss is None:
         good = False
     else:
-        good = trial.loss - reference <= rules.max_loss_increase  # false for nan
+        good = not too_lossy(trial.loss, reference, rules)
     if not good:
         return "not good enough"
     return "fits" if trial.token_ms[rules.concurrency] <= rules.latency_ms else "too slow"
