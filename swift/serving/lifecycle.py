@@ -181,9 +181,9 @@ class LiveServer:
         self.services = services = Services(self.config, self.keys)
         self._uvicorn = server = uvicorn.Server(uvicorn_settings(self.config, make_app(services)))
         if threading.current_thread() is threading.main_thread():
-            # uvicorn raises the signals that it got once more at its end, when the work is done
+            # for signals before uvicorn minds them; it also raises those that it got once more at its end
             for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda *_: None)
+                signal.signal(number, lambda *_: self.stop())
         self._loading = True
         threading.Thread(target=self._load_models, args=(asyncio.get_running_loop(),), name="load", daemon=True).start()
         helpers = [
