@@ -13,7 +13,7 @@ from starlette.responses import Response
 from swift.core.errors import SwiftError
 from swift.inference.answers.parts import Piece
 from swift.inference.answers.reader import AnswerForm, AnswerReader
-from swift.inference.requests import SamplingParams, TokenLogprob, Update
+from swift.inference.requests import SamplingParams, Structure, TokenLogprob, Update
 from swift.serving.errors import ApiError, JsonResponse, from_swift
 from swift.serving.exchange import exchange_of
 from swift.serving.generation import Generation, Wanted
@@ -129,16 +129,19 @@ async def prepare_talk(http: HttpRequest, body: ChatRequest) -> Talk:
     check_logprobs(body.prompt_logprobs, services.config.max_logprobs, "prompt_logprobs")
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs need logprobs: true", param="top_logprobs")
-    messages, tools, structure = plain_messages(body.messages), plain_tools(body.tools), _structure(body, talker)
+    messages, tools = plain_messages(body.messages), plain_tools(body.tools)
     if body.tool_choice == "none":
         tools = None
     prompt = await encode_chat(services, talker, messages, tools, _template_kwargs(body, talker))
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     check_context(len(prompt), limit, talker.backend.info.context_length, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = sampling_params(body, talker, structure=structure, max_tokens=limit, logprobs=logprobs)
     try:
         form = talker.forms.form(prompt, tools)
+        structure = _structure(body, talker, form)
+        if structure is not None and structure.kind != "tag":
+            form = AnswerForm()  # all of the answer has the form that was asked for
+        params = sampling_params(body, talker, structure=structure, max_tokens=limit, logprobs=logprobs)
         if not talker.forms.skips_special_tokens(tools):
             params = replace(params, skip_special_tokens=False)  # calls or thoughts are marked by them
     except SwiftError as error:
@@ -237,7 +240,7 @@ async def _events(
     _log_contents(generation.services, generation.http, body, answers)
 
 
-def _structure(body: ChatRequest, talker: Talker) -> Any:
+def _structure(body: ChatRequest, talker: Talker, form: AnswerForm) -> Structure | None:
     """The form of the answer: asked for, or following from a tool that has to be called."""
     structure = structure_of(body, body.response_format)
     choice = body.tool_choice
@@ -255,7 +258,8 @@ def _structure(body: ChatRequest, talker: Talker) -> Any:
         if not tools:
             raise ApiError(400, f"there is no tool {choice.function.name!r:.200}", param="tool_choice")
     try:
-        return talker.forms.forced(tools, parallel=body.parallel_tool_calls is not False)
+        parallel = body.parallel_tool_calls is not False
+        return talker.forms.forced(tools, parallel=parallel, begins_in_thought=form.begins_in_thought)
     except SwiftError as error:
         raise from_swift(error, param="tool_choice") from error
 

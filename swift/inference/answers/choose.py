@@ -83,8 +83,11 @@ class AnswerForms:
         special = self._encoder.tokenizer.all_special_tokens
         return not any(token in mark for mark in marks for token in special)
 
-    def forced(self, tools: Sequence[dict[str, Any]], *, parallel: bool) -> Structure:
+    def forced(self, tools: Sequence[dict[str, Any]], *, parallel: bool, begins_in_thought: bool = False) -> Structure:
         """The form of an answer that calls at least one of the tools, and says nothing else.
+
+        Args:
+            begins_in_thought: the prompt has opened a thought, which comes first.
 
         Raises:
             UsageError: the model's way to call tools isn't known, or can't be forced.
@@ -96,11 +99,17 @@ class AnswerForms:
             raise _unforced("there are control characters in its marks")
         calls = [_call(form, tool["function"]) for tool in tools]
         one: dict[str, Any] = {"type": "or", "elements": calls} if len(calls) > 1 else calls[0]
-        elements = [_text(form.section[0]), one]
+        elements = [self._rest_of_thought() if begins_in_thought else None, _text(form.section[0]), one]
         if parallel and form.kind != "list" and (form.opening.strip() or form.section[0].strip()):
             elements.append({"type": "star", "content": _sequence([_text("\n"), one])})
         elements.append(_text(form.section[1]))
         return Structure("tag", json.dumps({"type": "structural_tag", "format": _sequence(elements)}))
+
+    def _rest_of_thought(self) -> dict[str, Any]:
+        """Any text up to the mark that ends thoughts, with the line breaks that follow it."""
+        assert self.thoughts is not None
+        ends = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": self.thoughts.closing.strip()}
+        return _sequence([ends, {"type": "regex", "pattern": "\\n{0,2}"}, _text(self.thoughts.heading)])
 
     @cached_property
     def _ignored(self) -> tuple[str, ...]:

@@ -33,6 +33,8 @@ _IDS = ("call00000", "call00001")
 _IDS_WITH_NAMES = tuple(f"functions.{name}:{number}" for number, name in enumerate(_NAMES))
 ID_NAME = re.compile(r"(?:functions\.)?(?P<name>[\w./-]+?)(?::\d+)?")
 
+_LAST_MARK = re.compile(r"(?:<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
+
 Call = tuple[str, dict[str, Any]]
 _TYPES = {_KEYS[0]: "string", _INNER: "object", _KEYS[1]: "string"}
 PROBES: list[dict[str, Any]] = [
@@ -139,7 +141,7 @@ def written(encoder: ChatEncoder, calls: Sequence[Call]) -> str | None:
             after = encoder.render_prompt([*question, as_message(calls, ids)], PROBES)
         except (RowProblem, TemplateError):
             return None
-        text = after[len(_shared_start(before, after)) :]
+        text = added_to(before, after)
         if _NAMES[0] in text:
             break
     else:
@@ -154,6 +156,22 @@ def written(encoder: ChatEncoder, calls: Sequence[Call]) -> str | None:
     ends = text.rindex(last) + len(last)
     stops = [text.index(stop, ends) for stop in _stops(encoder) if stop in text[ends:]]
     return text[: min(stops)] if stops else text
+
+
+def added_to(prompt: str, conversation: str) -> str:
+    """What an answer adds to its prompt, in a conversation as the template shows it."""
+    if conversation.startswith(prompt):
+        return conversation[len(prompt) :]
+    # the prompt opens something that the answer is shown without; both may begin with the same characters
+    opened = _LAST_MARK.search(prompt)
+    shared = len(_shared_start(prompt, conversation))
+    return conversation[min(shared, opened.start()) if opened else shared :]
+
+
+def last_mark(prompt: str) -> str:
+    """The mark in which a prompt ends; empty if it ends otherwise."""
+    found = _LAST_MARK.search(prompt)
+    return found[0].strip() if found else ""
 
 
 def shown_instead(encoder: ChatEncoder) -> str:

@@ -14,9 +14,9 @@ from swift.core.errors import TemplateError
 from swift.data.encoding.encode import ChatEncoder
 from swift.data.encoding.probe import ANSWER, CLOSE, OPEN, QUESTION
 from swift.data.rows import RowProblem
+from swift.inference.answers.forms import added_to, last_mark
 
 _THOUGHT = "Jxthought5"
-_MARK = re.compile(r"(?:<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
 _RAW = re.compile(r"""['"]type['"]\s*:""")
 
 
@@ -76,10 +76,7 @@ def _after(encoder: ChatEncoder, prompt: str, message: dict[str, Any]) -> str | 
         text = encoder.render_prompt([*question, {"role": "assistant", **message}])
     except (RowProblem, TemplateError):
         return None
-    count = 0
-    while count < min(len(prompt), len(text)) and prompt[count] == text[count]:
-        count += 1
-    return text[count:]
+    return added_to(prompt, text)
 
 
 def _form(prompt: str, before: str, between: str, heading: str) -> ThoughtForm | None:
@@ -88,8 +85,7 @@ def _form(prompt: str, before: str, between: str, heading: str) -> ThoughtForm |
         return None
     opening = before
     if not opening.strip():  # the prompt opens the thought itself
-        found = _MARK.search(prompt)
-        opening, heading = found[0] if found else "", ""
+        opening, heading = last_mark(prompt), ""
     if OPEN in heading or opening.strip() in heading:  # an empty thought before the answer
         heading = ""
     heading = heading.strip()
