@@ -289,6 +289,21 @@ def test_forced_calls_keep_to_what_plain_structures_keep_to():
         AnswerForms(encoder).forced([tool("f", x={"type": "array", "uniqueItems": True})], parallel=False)
 
 
+def test_a_thought_that_the_prompt_opened_ends_before_a_forced_call():
+    encoder, tools = encoder_of(WRITTEN["objects"], think=True), [tool("f", n={"type": "boolean"})]
+    forms = AnswerForms(encoder)
+    form = forms.form(encoder.encode_prompt([{"role": "user", "content": "hi"}]), tools)
+    assert form.begins_in_thought
+    structure = forms.forced(tools, parallel=False, begins_in_thought=True)
+    for thought in ("Hm, <b>\nso", ""):
+        for gap in ("", "\n\n"):
+            text = f'{thought}</think>{gap}<tool_call>{{"name": "f", "arguments": {{"n": true}}}}</tool_call>'
+            assert allows(structure, encoder.tokenizer, text)
+            said = read(form, text)
+            assert (said.thoughts, said.content, said.calls) == (thought, "", [("f", '{"n": true}')])
+    assert not allows(structure, encoder.tokenizer, "Hm.</think> so")
+
+
 def test_how_an_answer_is_cut_never_matters():
     """Whole or by characters, over texts made of all that readers look for."""
     draw = random.Random(0)

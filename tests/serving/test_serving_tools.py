@@ -172,6 +172,28 @@ def test_thinking_is_switched_by_the_request(talking: Live) -> None:
     assert tokens(reasoning_effort="none") == off != tokens(reasoning_effort="high") == tokens()
 
 
+def test_an_answer_of_a_given_form_is_no_thought(tiny_model_dir: Path, serving_backend: Any) -> None:
+    """Even where the prompt has opened one: no text but that form can come."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    encoder = ChatEncoder(tokenizer, PromptConfig(template=str(TEMPLATES / "qwen3_thinking.jinja")))
+    backend: Any = _Saying(serving_backend, tokenizer)
+    models = [ServedModel(MODEL, Talker(backend, tokenizer, encoder, SamplingParams(), Queue(8, 100)))]
+    with running(ServeConfig(port=0, access_log=False), models) as server:
+        live = Live(server, backend)
+        body = {"messages": HELLO, "max_tokens": 50, "tools": [WEATHER], "guided_choice": ["yes", "no"]}
+        message = live.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+        assert message["content"] in ("yes", "no") and "reasoning_content" not in message
+        thinking = live.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 5}).json()
+        assert "reasoning_content" in thinking["choices"][0]["message"]  # the prompt opens a thought
+        forced = live.post(
+            "/v1/chat/completions",
+            {"messages": HELLO, "max_tokens": 5, "tools": [WEATHER], "tool_choice": "required"},
+        ).json()
+        assert "reasoning_content" in forced["choices"][0]["message"]
+
+
 def test_a_template_without_tools_says_so(tiny_model_dir: Path, serving_backend: Any) -> None:
     from transformers import AutoTokenizer
 
