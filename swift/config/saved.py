@@ -8,7 +8,15 @@ import re
 from pathlib import Path
 from typing import Any, TypeVar
 
-from swift.config.commands import DeployConfig, InferConfig, MergeLoraConfig, RlhfConfig, SftConfig, TrainConfig
+from swift.config.commands import (
+    AppConfig,
+    DeployConfig,
+    InferConfig,
+    MergeLoraConfig,
+    RlhfConfig,
+    SftConfig,
+    TrainConfig,
+)
 from swift.config.files import CONFIG_NAME, dump_yaml, given_in_file, read_config_file, to_nested
 from swift.config.preference import PreferenceConfig
 from swift.config.resolve import Resolved, construct, group_spellings, raise_problems, resolve
@@ -135,7 +143,7 @@ def fill_from_checkpoint(cls: type, resolved: Resolved) -> None:
             wanted = set(settings_of(cls)) - _NOT_KEPT
             _take(cls, resolved, folder, wanted)
         _base_model(resolved, values.get("adapters", []))
-    elif cls in (InferConfig, DeployConfig, MergeLoraConfig):
+    elif cls in (InferConfig, DeployConfig, AppConfig, MergeLoraConfig):
         if values.get("load_args") is False:
             return
         folders = [*values.get("adapters", []), *([values["model"]] if values.get("model") else [])]

@@ -12,7 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from swift.core.errors import UsageError
-from swift.serving.chat_page import make_page
+from swift.serving.chat_page import endpoint_trouble, make_page
 
 
 class _Endpoint(BaseHTTPRequestHandler):
@@ -21,9 +21,18 @@ class _Endpoint(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         pass
 
+    def do_GET(self) -> None:
+        self.send_response(200 if self.headers["Authorization"] == "Bearer secret" else 401)
+        self.end_headers()
+
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.seen.append((self.path, self.headers["Authorization"], body))
+        if b"moved" in body:
+            self.send_response(307)
+            self.send_header("Location", "http://127.0.0.1:9/")
+            self.end_headers()
+            return
         busy = b"busy" in body
         self.send_response(429 if busy else 200)
         self.send_header("Content-Type", "application/json" if busy else "text/event-stream")
@@ -34,16 +43,22 @@ class _Endpoint(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def page() -> Iterator[TestClient]:
+def endpoint() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Endpoint)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    app = make_page(f"http://127.0.0.1:{server.server_port}/v1", "secret", title="T", hosts=("127.0.0.1",))
-    yield TestClient(app, base_url="http://127.0.0.1")
+    yield f"http://127.0.0.1:{server.server_port}/v1"
     server.shutdown()
     server.server_close()
 
 
-@pytest.mark.parametrize("name", ["", "page.js", "page.css", "markdown.js", "words.js"])
+@pytest.fixture
+def page(endpoint: str) -> Iterator[TestClient]:
+    app = make_page(endpoint, "secret", title="T", local_only=True)
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        yield client
+
+
+@pytest.mark.parametrize("name", ["", "page.js", "page.css", "markdown.js", "messages.js", "talks.js", "words.js"])
 def test_page_files_bring_a_strict_policy(page: TestClient, name: str) -> None:
     answer = page.get(f"/{name}")
     assert answer.status_code == 200
@@ -69,14 +84,31 @@ def test_page_refuses_what_it_has_no_use_for(page: TestClient) -> None:
     assert page.post("/v1/load_lora_adapter", json={}).status_code == 404
     assert page.get("/..%2fchat_page.py").status_code == 404
     assert page.post("/v1/chat/completions", content="x=1").status_code == 415
-    assert page.get("/", headers={"Host": "evil.example"}).status_code == 400
+    for host in ("evil.example", "127.0.0.1.evil.example", "[::1", ""):
+        assert page.get("/", headers={"Host": host}).status_code == 400
+    for host in ("localhost:7860", "[::1]:7860", "127.0.0.5"):
+        assert page.get("/", headers={"Host": host}).status_code == 200
 
 
 def test_page_says_when_the_endpoint_is_gone() -> None:
-    answer = TestClient(make_page("http://127.0.0.1:9/v1", None)).get("/v1/models")
+    with TestClient(make_page("http://127.0.0.1:9/v1", None)) as client:
+        answer = client.get("/v1/models")
     assert answer.status_code == 502 and "can't be reached" in answer.json()["error"]["message"]
 
 
-def test_page_wants_an_address() -> None:
+@pytest.mark.parametrize("address", ["localhost:8000", "http://x:99999/v1", "http://[::1/v1", "file:///etc/passwd"])
+def test_page_wants_an_address(address: str) -> None:
     with pytest.raises(UsageError, match="no address"):
-        make_page("localhost:8000", None)
+        make_page(address, None)
+
+
+def test_page_follows_no_redirect_with_the_key(page: TestClient) -> None:
+    answer = page.post("/v1/chat/completions", json={"moved": 1})
+    assert answer.status_code == 502 and "elsewhere" in answer.json()["error"]["message"]
+
+
+def test_what_an_endpoint_has_against_being_asked(page: TestClient, endpoint: str) -> None:
+    assert "can't be reached" in str(endpoint_trouble("http://127.0.0.1:9/v1", None))
+    assert "refuses the key" in str(endpoint_trouble(endpoint, "wrong"))
+    assert "without a key" in str(endpoint_trouble(endpoint, None))
+    assert endpoint_trouble(endpoint, "secret") is None

@@ -1,167 +1,212 @@
-// The chat page: conversations in the browser's storage, answers streamed from /v1 of the server that sent the page.
-import { render } from "./markdown.js";
+// The chat page: what its buttons do, and answers streamed from /v1 of the server that sent the page.
+import { copy } from "./markdown.js";
+import { View, add } from "./messages.js";
+import * as store from "./talks.js";
 import { WORDS } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
-const KEY = "swift-chats", NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
-let words = WORDS.en, talks = [], current = 0, running = null;
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
+let words = WORDS.en, talks = [], talk = null, running = null, start = {};
 
-function load() {
-  try { talks = JSON.parse(localStorage.getItem(KEY)) || []; } catch { talks = []; }
-  if (!Array.isArray(talks) || !talks.length) talks = [{ messages: [] }];
+// Only what a listener wants to hear is spoken: answers once they are whole, and errors, not each word or number.
+function say(text, bad = false) {
+  $("status").textContent = text; $("status").className = bad ? "error" : "";
+  if (bad) $("spoken").textContent = text;
 }
-function save() {
-  try { localStorage.setItem(KEY, JSON.stringify(talks)); } catch { say(words.full, true); }
-}
-function say(text, bad = false) { $("status").textContent = text; $("status").className = bad ? "error" : ""; }
+function save() { if (!store.save(talk)) say(words.full, true); }
 function button(word, act, pressed) {
   const b = document.createElement("button");
-  b.textContent = word; b.type = "button"; b.onclick = act; b.disabled = !!running;
+  b.textContent = word; b.type = "button"; b.onclick = () => act(b); b.disabled = !!running;
   if (pressed !== undefined) b.setAttribute("aria-pressed", pressed);
   return b;
 }
-function folded(word, text) {
-  const d = document.createElement("details"), s = document.createElement("summary"), p = document.createElement("pre");
-  s.textContent = word; p.textContent = text; d.append(s, p);
-  return d;
+function tools(view, index) {
+  const message = view.message, made = [];
+  const rate = (good) => () => {
+    message.label = message.label === good ? undefined : good;
+    save(); tools(view, index);
+  };
+  if (message.content) made.push(button(words.copy, () => copy(message.content)));
+  if (message.role === "user") made.push(button(words.edit, () => branch(index, message.content)));
+  if (message.role === "user" && index === talk.messages.length - 1) made.push(button(words.again, () => answer()));
+  if (message.role === "assistant") {
+    made.push(button(words.again, () => { fork(index); draw(); answer(); }),
+      button(words.good, rate(true), message.label === true), button(words.bad, rate(false), message.label === false));
+  }
+  view.tools.replaceChildren(...made);
 }
 function show(message, index) {
-  const box = document.createElement("article");
-  box.className = message.role;
-  if (message.reasoning_content) box.append(folded(words.thoughts, message.reasoning_content));
-  box.append(render(message.content || "", words.copy));
-  for (const call of message.tool_calls || []) box.append(folded(`${words.tool}: ${call.function.name}`, call.function.arguments));
-  const tools = document.createElement("div");
-  tools.className = "tools";
-  if (message.role === "user") tools.append(button(words.edit, () => branch(index, message.content)));
-  if (message.role === "assistant") {
-    const vote = (good) => () => { message.label = message.label === good ? undefined : good; save(); draw(); };
-    tools.append(button(words.copy, () => navigator.clipboard.writeText(message.content)), button(words.again, () => again(index)),
-      button(words.good, vote(true), message.label === true), button(words.bad, vote(false), message.label === false));
-  }
-  box.append(tools);
-  return box;
+  const view = new View(message, words);
+  view.update(true); tools(view, index);
+  return view;
+}
+function list() {
+  const seen = {};
+  $("talk").replaceChildren(...talks.map((one) => {
+    const name = one.messages[0]?.content?.slice(0, 40) || words.fresh, count = seen[name] = (seen[name] || 0) + 1;
+    return new Option(count > 1 ? `${name} (${count})` : name, one.id, false, one === talk);
+  }).reverse());
 }
 function draw() {
-  $("messages").replaceChildren(...talks[current].messages.map(show));
-  $("system").value = talks[current].system || "";
-  $("talk").replaceChildren(...talks.map((talk, n) => new Option(talk.messages[0]?.content?.slice(0, 40) || words.fresh, n, false, n === current)));
-  $("stop").hidden = !running; $("send").hidden = !!running;
-  for (const id of ["talk", "fresh", "drop", "import", "system"]) $(id).disabled = !!running;
-  $("messages").scrollTop = $("messages").scrollHeight;
+  $("messages").replaceChildren(...talk.messages.map((one, n) => show(one, n).node));
+  $("empty").hidden = talk.messages.length > 0;
+  $("system").value = talk.system;
+  list(); down(true);
 }
+function down(always) {
+  const box = $("scroll");
+  if (always || box.scrollHeight - box.scrollTop - box.clientHeight < 80) box.scrollTop = box.scrollHeight;
+}
+function busy(controller) {
+  running = controller;
+  $("stop").hidden = !running; $("send").hidden = !!running;
+  for (const node of document.querySelectorAll("[data-idle], .tools button")) node.disabled = !!running;
+}
+function open(one) { talk = one; draw(); }
+function begin() { talk = store.make({ system: start.system || "" }); talks.push(talk); draw(); $("input").focus(); }
 // the conversation up to a message becomes one of its own; the old one stays
 function fork(index) {
-  talks.push({ system: talks[current].system, messages: structuredClone(talks[current].messages.slice(0, index)) });
-  current = talks.length - 1;
+  talk = store.make({ system: talk.system, messages: structuredClone(talk.messages.slice(0, index)) });
+  talks.push(talk);
 }
-function branch(index, text) { fork(index); $("input").value = text; save(); draw(); $("input").focus(); }
-function again(index) { fork(index); answer(); }
-function conversation(talk, end) {
-  const plain = talk.messages.slice(0, end).map(({ role, content, tool_calls }) => tool_calls ? { role, content, tool_calls } : { role, content });
-  return talk.system ? [{ role: "system", content: talk.system }, ...plain] : plain;
-}
+function branch(index, text) { fork(index); draw(); $("input").value = text; fit(); $("input").focus(); }
+
 async function readable(response) {
-  if (response.status === 429) return `${words.busy} (429)`;
-  const text = await response.text();
-  try { return JSON.parse(text).error.message; } catch { return `HTTP ${response.status} ${text.slice(0, 200)}`; }
-}
-function add(message, delta) {
-  message.content += delta.content || "";
-  const thought = delta.reasoning_content || delta.reasoning;
-  if (thought) message.reasoning_content = (message.reasoning_content || "") + thought;
-  for (const part of delta.tool_calls || []) {
-    message.tool_calls ??= [];
-    const call = (message.tool_calls[part.index ?? 0] ??= { id: part.id, type: "function", function: { name: "", arguments: "" } });
-    call.function.name += part.function?.name || ""; call.function.arguments += part.function?.arguments || "";
+  if (response.status === 429) {
+    const wait = response.headers.get("Retry-After");
+    return words.busy + (wait ? ` (${wait} s)` : "");
   }
+  const text = await response.text();
+  let said = text.slice(0, 300);
+  try { const body = JSON.parse(text); said = body.error?.message || body.message || body.detail || said; } catch { /* no JSON */ }
+  if (typeof said !== "string") said = JSON.stringify(said);
+  if (response.status === 401 || response.status === 403) return `${words.key} ${said}`;
+  return said.trim() || `HTTP ${response.status}`;
 }
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = ""; ;) {
     const { value, done } = await reader.read();
-    if (done) return;
+    if (done) { if (rest.startsWith("data:")) yield rest.slice(5).trim(); return; }
     const lines = (rest + value).split(/\r?\n/);
     rest = lines.pop();
     for (const line of lines) if (line.startsWith("data:")) yield line.slice(5).trim();
   }
 }
-async function answer() {
-  const talk = talks[current], body = { model: $("model").value, messages: conversation(talk), stream: true, stream_options: { include_usage: true } };
+function question() {
+  const body = { messages: store.conversation(talk), stream: true, stream_options: { include_usage: true } };
+  if ($("model").value) body.model = $("model").value;
   for (const name of NUMBERS) if ($(name).value !== "") body[name] = Number($(name).value);
-  const message = { role: "assistant", content: "" };
-  running = new AbortController(); say("…"); draw();
-  let tokens = 0, first = 0, finished = false, fault = "";
+  const stops = $("stop_words").value.split("\n").filter(Boolean);
+  if (stops.length) body.stop = stops;
+  return body;
+}
+async function answer() {
+  const own = talk, message = { role: "assistant", content: "" }, view = new View(message, words), controller = new AbortController();
+  busy(controller); say(words.waiting);
+  let tokens = 0, first = 0, last = 0, fault = "", frame = 0;
+  const paint = () => { frame = 0; view.update(); down(); say(`${tokens} tokens`); };
   try {
-    const response = await fetch("v1/chat/completions", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal: running.signal });
+    const response = await fetch("v1/chat/completions", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(question()), signal: controller.signal });
     if (!response.ok) fault = await readable(response);
     else {
-      talk.messages.push(message); draw();
+      $("messages").append(view.node); own.messages.push(message);
+      let finished = false;
       for await (const data of events(response.body)) {
         if (data === "[DONE]") { finished = true; break; }
         const chunk = JSON.parse(data);
         if (chunk.error) throw new Error(chunk.error.message);
-        if (chunk.choices?.[0]) { add(message, chunk.choices[0].delta || {}); first ||= performance.now(); tokens++; }
+        if (chunk.choices?.[0]) {
+          add(message, chunk.choices[0].delta || {});
+          last = performance.now(); first ||= last; tokens++;
+          frame ||= requestAnimationFrame(paint);
+        }
         if (chunk.usage) tokens = chunk.usage.completion_tokens;
-        $("messages").lastChild.replaceWith(show(message, talk.messages.length - 1));
-        $("messages").scrollTop = $("messages").scrollHeight;
       }
       if (!finished) fault = words.lost;
     }
-  } catch (error) { if (error.name !== "AbortError") fault = error.message || words.lost; }
-  running = null;
-  if (!message.content && !message.tool_calls && !message.reasoning_content && talk.messages.at(-1) === message) talk.messages.pop();
-  save(); draw();
-  const seconds = (performance.now() - first) / 1000;
-  say(fault || (first ? `${tokens} tokens, ${(tokens / seconds).toFixed(1)} tokens/s` : ""), !!fault);
+  } catch (error) { if (error.name !== "AbortError") fault = error.name === "TypeError" ? words.lost : error.message || words.lost; }
+  cancelAnimationFrame(frame);
+  end(view, own, controller.signal.aborted);
+  const rate = last > first && tokens > 1 ? `, ${((tokens - 1) * 1000 / (last - first)).toFixed(1)} tokens/s` : "";
+  if (fault) say(fault, true); else if (controller.signal.aborted) say(words.stopped); else say(`${tokens} tokens${rate}`);
+}
+function end(view, own, stopped) {
+  const message = view.message;
+  if (message.tool_calls) message.tool_calls = message.tool_calls.filter(Boolean);
+  if (!message.content && !message.tool_calls && !message.reasoning_content) { own.messages = own.messages.filter((one) => one !== message); view.node.remove(); }
+  else view.update(true);
+  busy(null); save(); list();
+  if (own.messages.at(-1) === message) { tools(view, own.messages.length - 1); $("spoken").textContent = stopped ? "" : view.body.textContent; }
+  for (const [n, node] of [...$("messages").children].entries()) if (own.messages[n]?.role === "user") node.replaceWith(show(own.messages[n], n).node);
+  down();
 }
 function give(name, rows) {
-  const a = document.createElement("a");
-  a.href = URL.createObjectURL(new Blob(rows.map((row) => JSON.stringify(row) + "\n"), { type: "application/jsonl" }));
-  a.download = name; a.click(); URL.revokeObjectURL(a.href);
+  const a = document.createElement("a"), url = URL.createObjectURL(new Blob(rows.map((row) => JSON.stringify(row) + "\n"), { type: "application/jsonl" }));
+  a.href = url; a.download = name; a.click(); setTimeout(() => URL.revokeObjectURL(url), 60000);
 }
 async function take(file) {
-  const found = [], lines = (await file.text()).split("\n");
-  for (const [n, line] of lines.entries()) {
-    if (!line.trim()) continue;
-    try {
-      const all = JSON.parse(line).messages;
-      if (!all.length || !all.every((m) => typeof m.role === "string" && typeof (m.content ?? "") === "string")) throw 0;
-      found.push({ system: all.find((m) => m.role === "system")?.content, messages: all.filter((m) => m.role !== "system") });
-    } catch { return say(words.badfile + (n + 1), true); }
-  }
-  talks.push(...found); current = talks.length - 1; save(); draw();
+  let found;
+  try { found = store.read(await file.text()); } catch (line) { return say(words.badfile + line, true); }
+  if (!found.length) return say(words.badfile + 1, true);
+  talks.push(...found);
+  const kept = found.every(store.save);
+  open(found.at(-1));
+  say(kept ? `${words.import}: ${found.length}` : words.full, !kept);
 }
 function send(event) {
   event?.preventDefault();
   const text = $("input").value.trim();
   if (!text || running) return;
-  talks[current].messages.push({ role: "user", content: text });
-  $("input").value = ""; save(); answer();
+  talk.messages.push({ role: "user", content: text });
+  $("input").value = ""; fit(); save(); draw(); answer();
 }
-async function start() {
-  const { title, lang } = await (await fetch("settings")).json();
-  words = WORDS[lang]; document.documentElement.lang = lang; document.title = $("title").textContent = title;
-  for (const node of document.querySelectorAll("[data-word]")) node.textContent = words[node.dataset.word];
-  load(); current = talks.length - 1; draw();
-  $("form").onsubmit = send; $("stop").onclick = () => running?.abort();
-  $("input").onkeydown = (e) => { if (e.key === "Enter" && !e.shiftKey && !e.isComposing) send(e); };
-  document.onkeydown = (e) => { if (e.key === "Escape") running?.abort(); };
-  $("system").onchange = () => { talks[current].system = $("system").value; save(); };
-  $("talk").onchange = () => { current = Number($("talk").value); draw(); };
-  $("fresh").onclick = () => { talks.push({ messages: [] }); current = talks.length - 1; save(); draw(); };
-  $("drop").onclick = () => { talks.splice(current, 1); save(); load(); current = talks.length - 1; draw(); };
-  $("export").onclick = () => give("conversations.jsonl", talks.filter((t) => t.messages.length).map((t) => ({ messages: conversation(t) })));
-  $("votes").onclick = () => give("ratings.jsonl", talks.flatMap((t) => t.messages.flatMap((m, n) => m.label === undefined ? [] : [{ messages: conversation(t, n + 1), label: m.label }])));
-  $("import").onchange = () => { take($("import").files[0]); $("import").value = ""; };
+function fit() { const box = $("input"); box.rows = Math.min(10, Math.max(2, box.value.split("\n").length)); }
+async function models() {
   for (;;) {  // a model served here may still be loading
     try {
       const response = await fetch("v1/models");
-      if (response.ok) { $("model").replaceChildren(...(await response.json()).data.map((m) => new Option(m.id))); return say(""); }
-      say(await readable(response), true);
+      if (response.ok) {
+        $("model").replaceChildren(...(await response.json()).data.map((m) => new Option(m.id)));
+        return say("");
+      }
+      const loading = response.status === 503;
+      say(loading ? words.loading : await readable(response), !loading);
       if (response.status < 500) return;
     } catch { say(words.lost, true); }
     await new Promise((done) => setTimeout(done, 1000));
   }
 }
-start();
+function fill() {
+  for (const node of document.querySelectorAll("[data-word]")) node.textContent = words[node.dataset.word];
+  for (const node of document.querySelectorAll("[data-hint]")) node.placeholder = words[node.dataset.hint];
+  for (const node of document.querySelectorAll("[data-label]")) node.setAttribute("aria-label", words[node.dataset.label]);
+  for (const name of NUMBERS) $(name).value = start[name] ?? "";
+  $("stop_words").value = (start.stop || []).join("\n");
+}
+async function main() {
+  const settings = await (await fetch("settings")).json();
+  words = WORDS[settings.lang]; start = settings.start;
+  document.documentElement.lang = settings.lang; document.title = $("title").textContent = settings.title;
+  fill();
+  talks = store.load();
+  if (talks.length) open(talks.at(-1)); else begin();
+  $("form").onsubmit = send; $("stop").onclick = () => running?.abort();
+  $("input").oninput = fit;
+  $("input").onkeydown = (e) => { if (e.key === "Enter" && !e.shiftKey && !e.isComposing) send(e); };
+  document.onkeydown = (e) => { if (e.key === "Escape") running?.abort(); };
+  window.onpagehide = () => { if (running) store.save(talk); };
+  $("system").onchange = () => { talk.system = $("system").value; save(); };
+  $("talk").onchange = () => open(talks.find((one) => one.id === $("talk").value));
+  $("fresh").onclick = begin;
+  $("drop").onclick = () => {
+    if (talk.messages.length && !confirm(words.sure)) return;
+    store.drop(talk); talks = talks.filter((one) => one !== talk);
+    if (talks.length) open(talks.at(-1)); else begin();
+  };
+  $("export").onclick = () => give("conversations.jsonl", store.rows(talks));
+  $("votes").onclick = () => give("ratings.jsonl", store.rated(talks));
+  $("import").onchange = () => { take($("import").files[0]); $("import").value = ""; };
+  models();
+}
+main();
