@@ -244,6 +244,22 @@ def test_rows_without_answers_and_other_files_are_refused(four_layers: Path, row
     assert (tmp_path / "report.json").read_text() == '{"mine": 1}'
 
 
+def test_a_row_beyond_the_context_stops_the_start(four_layers: Path, rows: Path, tmp_path: Path) -> None:
+    long = {"role": "user", "content": "why " * 1200}
+    rows.write_text(rows.read_text() + json.dumps({"messages": [long, {"role": "assistant", "content": "so"}]}) + "\n")
+    with pytest.raises(UsageError, match=r"rows\.jsonl:6: "):
+        adapted(undecided(four_layers, tmp_path, adaptive_eval_file=str(rows)), clock_for=ticking(float32=0.001))
+
+
+def test_a_smaller_model_that_cannot_read_the_rows_is_not_taken(four_layers: Path, rows: Path, tmp_path: Path) -> None:
+    small = build_tiny_model(tmp_path / "small", max_position_embeddings=16)
+    prepared = undecided(four_layers, tmp_path, adaptive_eval_file=str(rows), adaptive_siblings=[str(small)])
+    decided = adapted(prepared, clock_for=ticking(sibling=0.001, float32=1.0))
+    assert decided.base == four_layers
+    (trial,) = [trial for trial in report(tmp_path)["trials"] if trial["name"].startswith("sibling")]
+    assert trial["verdict"] == "can't be run" and "rows.jsonl:1" in trial["problem"]
+
+
 def test_prepare_decides(four_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the real clock, with a latency that anything meets; kept in the cache folder."""
     monkeypatch.setenv("SWIFT_CACHE", str(tmp_path / "cache"))

@@ -73,11 +73,11 @@ def adapted(prepared: Prepared, *, clock_for: Callable[[Candidate], Clock] | Non
     key = key_of(identity)
     path = _report_path(engine, key)
     check_report(path)
-    known = stored(path, key)
-    if known is not None:
-        way = next(way for way in ways if way.name == known["chosen"])
-        log.info("adaptive: %s, as decided before (%s)", way.name, path)
-        return set_up(prepared, way)
+    known = stored(path, key) or {}
+    for way in ways:
+        if way.name == known.get("chosen"):
+            log.info("adaptive: %s, as decided before (%s)", way.name, path)
+            return set_up(prepared, way)
     if world_size() > 1:
         raise UsageError(
             "several processes at once would disturb each other's measurements, and there is no decision yet",
@@ -231,6 +231,8 @@ class _Bench:
                 backend.close()
                 del backend
         except (SwiftError, torch.OutOfMemoryError) as error:
+            if way.exact and isinstance(error, UsageError):  # what was asked for can't be had, whichever way
+                raise
             problem = error.message if isinstance(error, SwiftError) else first_line(error)
             return Trial(way.name, way.exact, problem=problem)
         finally:

@@ -29,7 +29,6 @@ def check_report(path: Path) -> None:
         raise UsageError(
             f"{path} is there and holds something else", where="--adaptive_report", fix="take another name"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
     require_writable(path)
 
 
