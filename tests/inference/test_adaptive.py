@@ -156,6 +156,19 @@ def test_never_a_bad_one_but_the_fastest_good_one(
     assert "500.00 ms" in warning and "wanted 10" in warning
 
 
+def test_unsteady_times_are_said(four_layers: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A clock that goes slower and slower."""
+
+    def slower(way: Candidate) -> Callable[[], float]:
+        ticks = count()
+        return lambda: 1e-6 * next(ticks) ** 2
+
+    with caplog.at_level(logging.INFO, logger="swift"):
+        adapted(undecided(four_layers, tmp_path, adaptive_latency_ms=1e9), clock_for=slower)
+    assert report(tmp_path)["trials"][0]["unsteadiness"] > 1.5
+    assert any("from round to round" in r.message for r in caplog.records if r.levelno == logging.WARNING)
+
+
 def test_the_loss_is_that_of_training(four_layers: Path, rows: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -48,6 +48,7 @@ _NAMES: dict[torch.dtype, DtypeName] = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
 }
+_UNSTEADY = 1.5  # rounds that differ by more say that something else computes on this machine
 _NOT_IN_KEY = ("warmup_file",)  # of the engine's settings, what no measurement depends on
 
 
@@ -225,8 +226,15 @@ class _Bench:
             backend = running_backend(set_up(self.prepared, way))
             try:
                 loss = None if self.texts is None else mean_loss(backend, self.texts)
-                found = {} if self._turned_down(loss) else self._times(backend, clock)
-                return Trial(way.name, way.exact, found, _taken_memory(device, before), loss)
+                times = {} if self._turned_down(loss) else self._times(backend, clock)
+                return Trial(
+                    way.name,
+                    way.exact,
+                    {number: ms for number, (ms, _) in times.items()},
+                    _taken_memory(device, before),
+                    loss,
+                    unsteadiness=times[self.rules.concurrency][1] if times else 1.0,
+                )
             finally:
                 backend.close()
                 del backend
@@ -244,7 +252,7 @@ class _Bench:
     def _turned_down(self, loss: float | None) -> bool:
         return loss is not None and self.reference is not None and too_lossy(loss, self.reference, self.rules)
 
-    def _times(self, backend: Backend, clock: Clock) -> dict[int, float]:
+    def _times(self, backend: Backend, clock: Clock) -> dict[int, tuple[float, float]]:
         numbers = sorted({1, self.rules.concurrency, self.prepared.config.engine.max_batch_size})
         return {number: token_ms(backend, self.prompts, number, clock) for number in numbers}
 
@@ -283,6 +291,13 @@ def _tell(trials: Sequence[Trial], untried: dict[str, str], rules: Rules, place:
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     for row in rows:
         log.info("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if unsteady := [trial.name for trial in trials if trial.unsteadiness > _UNSTEADY]:
+        log.warning(
+            "adaptive: the times of %s differ by up to %.1f times from round to round; decide on an idle machine, "
+            "and remove the report first",
+            "; ".join(unsteady),
+            max(trial.unsteadiness for trial in trials),
+        )
     for name, why in untried.items():
         log.info("not measured: %s (%s)", name, why)
     taken = trials[place]

@@ -39,6 +39,7 @@ class Trial:
         exact: see `Candidate`.
         token_ms: number of requests computed together -> milliseconds between two tokens of one. Empty where the loss
             is enough to turn it down.
+        unsteadiness: by which factor rounds at the concurrency of the rules differed.
         memory_bytes: that it took; None where the system doesn't tell.
         loss: mean per token of the evaluation answers, in nats; None where there are none.
         problem: why it can't be run; None where it can.
@@ -50,6 +51,7 @@ class Trial:
     memory_bytes: int | None = None
     loss: float | None = None
     problem: str | None = None
+    unsteadiness: float = 1.0
 
 
 def verdicts(trials: Sequence[Trial], rules: Rules) -> list[Verdict]:

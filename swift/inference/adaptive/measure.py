@@ -17,10 +17,13 @@ NUM_TOKENS = 32  # of an answer
 _ROUNDS = 3  # after one that isn't counted, in which loops are compiled and memory is first touched
 
 
-def token_ms(backend: Backend, prompts: Sequence[list[int]], concurrency: int, clock: Clock) -> float:
+def token_ms(backend: Backend, prompts: Sequence[list[int]], concurrency: int, clock: Clock) -> tuple[float, float]:
     """Milliseconds between two tokens of an answer, while `concurrency` answers are computed together.
 
     The median over the answers, of the fastest of some rounds: what else the machine does only ever adds time.
+
+    Returns:
+        the milliseconds, and how many times as long the slowest round took.
 
     Args:
         backend: a started one.
@@ -31,7 +34,8 @@ def token_ms(backend: Backend, prompts: Sequence[list[int]], concurrency: int, c
         SwiftError: a prompt can't be answered.
     """
     rounds = [_round(backend, prompts, concurrency, clock, number) for number in range(_ROUNDS + 1)]
-    return 1000 * min(rounds[1:])
+    fastest, slowest = min(rounds[1:]), max(rounds[1:])
+    return 1000 * fastest, slowest / fastest if fastest else 1.0
 
 
 def _round(backend: Backend, prompts: Sequence[list[int]], concurrency: int, clock: Clock, number: int) -> float:
