@@ -22,6 +22,7 @@ from swift.config import (
     MergeLoraConfig,
     PtConfig,
     RlhfConfig,
+    SampleConfig,
     SftConfig,
 )
 from swift.config.catalog import COMMANDS
@@ -56,6 +57,7 @@ In Python the same names are arguments: `swift.sft(model="smollm2", dataset=["ro
 _OTHERS: dict[str, type] = {
     "rlhf": RlhfConfig,
     "infer": InferConfig,
+    "sample": SampleConfig,
     "deploy": DeployConfig,
     "app": AppConfig,
     "merge-lora": MergeLoraConfig,

@@ -62,6 +62,14 @@ def infer(config: InferConfig | None = None, **flags: Any) -> list[dict[str, Any
         return [json.loads(line) for line in lines]
 
 
+def resumable_infer(config: InferConfig) -> BatchReport:
+    """A batch job as `swift infer` runs it, begun or continued, and what to say of it said."""
+    report = _answer(config)
+    if rank() == 0 and not report.interrupted:
+        _say(report, config)
+    return report
+
+
 def main(config: InferConfig) -> int:
     """The command's entry: 0; 1 when no row could be answered; 130 when Ctrl-C ended a batch job."""
     if not _has_rows(config):

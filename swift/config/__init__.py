@@ -16,6 +16,7 @@ from swift.config.commands import (
     MergeLoraConfig,
     PtConfig,
     RlhfConfig,
+    SampleConfig,
     SftConfig,
 )
 from swift.config.files import CONFIG_NAME, dump_yaml, to_flat, to_nested
@@ -36,6 +37,7 @@ __all__ = [
     "Parsed",
     "PtConfig",
     "RlhfConfig",
+    "SampleConfig",
     "SftConfig",
     "build_config",
     "dump_yaml",

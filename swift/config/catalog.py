@@ -78,6 +78,15 @@ COMMANDS: dict[str, Command] = {
             True,
         ),
         Command("app", "app", "AppConfig", "talk to a model in the browser", _FLAGS, "Use"),
+        Command(
+            "sample",
+            "sample",
+            "SampleConfig",
+            "draw several answers to each prompt, rank them, keep the best as a data set",
+            _FLAGS,
+            "Use",
+            True,
+        ),
         Command("merge-lora", "merge_lora", "MergeLoraConfig", "merge an adapter into its model", _FLAGS, "Use"),
         Command("export", "export", "ExportConfig", "write a data set as token shards", _FLAGS, "Use"),
         Command(
@@ -100,7 +109,6 @@ COMMANDS: dict[str, Command] = {
 LATER: dict[str, str] = {
     "eval": "benchmarks are being built; `swift sft --eval_steps N --val_dataset FILE` reports the evaluation loss",
     "web-ui": "the studio is being built; every run writes report.html meanwhile",
-    "sample": "sampling with rewards is being built; `swift infer --val_dataset FILE` generates one answer a row",
     "rollout": "rollout servers come with reinforcement learning, which is being built",
     "megatron": "`swift megatron sft`, `pt` and `rlhf` are there, on the engine of `swift sft`, `pt` and `rlhf`",
 }

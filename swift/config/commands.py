@@ -12,6 +12,7 @@ from swift.config.inference import GenerationConfig, InferRunConfig, MergeConfig
 from swift.config.model import ModelConfig
 from swift.config.parallel import ParallelConfig
 from swift.config.preference import DistillConfig, PreferenceConfig
+from swift.config.sample import SampleConfig as SampleConfig
 from swift.config.serving import DeployConfig as DeployConfig
 from swift.config.task import AnsweredTaskConfig, TaskConfig
 from swift.config.training import (

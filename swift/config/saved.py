@@ -14,6 +14,7 @@ from swift.config.commands import (
     InferConfig,
     MergeLoraConfig,
     RlhfConfig,
+    SampleConfig,
     SftConfig,
     TrainConfig,
 )
@@ -143,7 +144,7 @@ def fill_from_checkpoint(cls: type, resolved: Resolved) -> None:
             wanted = set(settings_of(cls)) - _NOT_KEPT
             _take(cls, resolved, folder, wanted)
         _base_model(resolved, values.get("adapters", []))
-    elif cls in (InferConfig, DeployConfig, AppConfig, MergeLoraConfig):
+    elif cls in (InferConfig, SampleConfig, DeployConfig, AppConfig, MergeLoraConfig):
         if values.get("load_args") is False:
             return
         folders = [*values.get("adapters", []), *([values["model"]] if values.get("model") else [])]
