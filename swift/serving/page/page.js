@@ -6,7 +6,7 @@ import { WORDS } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
-let words = WORDS.en, talks = [], talk = null, running = null, start = {};
+let words = WORDS.en, talks = [], talk = null, running = null, start = {}, follow = true;
 
 // Only what a listener wants to hear is spoken: answers once they are whole, and errors, not each word or number.
 function say(text, bad = false) {
@@ -49,13 +49,13 @@ function list() {
 }
 function draw() {
   $("messages").replaceChildren(...talk.messages.map((one, n) => show(one, n).node));
-  $("empty").hidden = talk.messages.length > 0;
+  $("empty").hidden = talk.messages.length > 0; $("spoken").textContent = "";
   $("system").value = talk.system;
   list(); down(true);
 }
 function down(always) {
-  const box = $("scroll");
-  if (always || box.scrollHeight - box.scrollTop - box.clientHeight < 80) box.scrollTop = box.scrollHeight;
+  if (always) follow = true;
+  if (follow) $("scroll").scrollTop = $("scroll").scrollHeight;
 }
 function busy(controller) {
   running = controller;
@@ -128,7 +128,7 @@ async function answer() {
   } catch (error) { if (error.name !== "AbortError") fault = error.name === "TypeError" ? words.lost : error.message || words.lost; }
   cancelAnimationFrame(frame);
   end(view, own, controller.signal.aborted);
-  const rate = last > first && tokens > 1 ? `, ${((tokens - 1) * 1000 / (last - first)).toFixed(1)} tokens/s` : "";
+  const rate = last > first + 50 && tokens > 1 ? `, ${((tokens - 1) * 1000 / (last - first)).toFixed(1)} tokens/s` : "";
   if (fault) say(fault, true); else if (controller.signal.aborted) say(words.stopped); else say(`${tokens} tokens${rate}`);
 }
 function end(view, own, stopped) {
@@ -193,6 +193,7 @@ async function main() {
   if (talks.length) open(talks.at(-1)); else begin();
   $("form").onsubmit = send; $("stop").onclick = () => running?.abort();
   $("input").oninput = fit;
+  $("scroll").onscroll = () => { const s = $("scroll"); follow = s.scrollHeight - s.scrollTop - s.clientHeight < 60; };  // not for who reads further up
   $("input").onkeydown = (e) => { if (e.key === "Enter" && !e.shiftKey && !e.isComposing) send(e); };
   document.onkeydown = (e) => { if (e.key === "Escape") running?.abort(); };
   window.onpagehide = () => { if (running) store.save(talk); };
@@ -204,8 +205,8 @@ async function main() {
     store.drop(talk); talks = talks.filter((one) => one !== talk);
     if (talks.length) open(talks.at(-1)); else begin();
   };
-  $("export").onclick = () => give("conversations.jsonl", store.rows(talks));
-  $("votes").onclick = () => give("ratings.jsonl", store.rated(talks));
+  $("export").onclick = () => give("conversations.jsonl", store.rows(talks, $("with_thoughts").checked));
+  $("votes").onclick = () => give("ratings.jsonl", store.rated(talks, $("with_thoughts").checked));
   $("import").onchange = () => { take($("import").files[0]); $("import").value = ""; };
   models();
 }

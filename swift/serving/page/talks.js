@@ -33,19 +33,19 @@ export function conversation(talk, end = talk.messages.length) {
   });
   return talk.system ? [{ role: "system", content: talk.system }, ...plain] : plain;
 }
-// What training can use: each conversation up to its last answer, with the thoughts.
-export function rows(talks) {
+// What training can use: each conversation up to its last answer; `thoughts` for models whose template shows them.
+export function rows(talks, thoughts) {
   return talks.flatMap((talk) => {
     const end = talk.messages.findLastIndex((one) => one.role === "assistant") + 1;
-    return end ? [{ messages: withThoughts(talk, end) }] : [];
+    return end ? [{ messages: written(talk, end, thoughts) }] : [];
   });
 }
-export function rated(talks) {
-  return talks.flatMap((talk) => talk.messages.flatMap((one, n) => one.label === undefined ? [] : [{ messages: withThoughts(talk, n + 1), label: one.label }]));
+export function rated(talks, thoughts) {
+  return talks.flatMap((talk) => talk.messages.flatMap((one, n) => one.label === undefined ? [] : [{ messages: written(talk, n + 1, thoughts), label: one.label }]));
 }
-function withThoughts(talk, end) {
+function written(talk, end, thoughts) {
   const all = conversation(talk, end), shift = all.length - end;
-  for (const [n, one] of talk.messages.slice(0, end).entries()) if (one.reasoning_content) all[n + shift].reasoning_content = one.reasoning_content;
+  for (const [n, one] of talk.messages.slice(0, end).entries()) if (thoughts && one.reasoning_content) all[n + shift].reasoning_content = one.reasoning_content;
   return all;
 }
 // Conversations in a text of JSON lines.
