@@ -90,7 +90,7 @@ class _Routes:
         """All models that ready replicas offer; of one that several offer, the first one's entry."""
         found: dict[str, dict[str, Any]] = {}
         for replica in self.fleet.ready():
-            found = {**replica.models, **found}
+            found |= {name: entry for name, entry in replica.models.items() if name not in found}
         return found
 
     async def _models(self) -> Response:
@@ -118,7 +118,8 @@ class _Routes:
 
     async def _metrics(self) -> Response:
         fleet = self.fleet
-        lines = [self.services.metrics.render({}).rstrip("\n")]
+        own = self.services.metrics.render({}).splitlines()
+        lines = [line for line in own if " swift_engine_" not in line]  # those are the replicas'
         balancer = fleet.balancer
         for name, help_text, value in (
             ("retries_total", "requests that a second replica was asked for", fleet.num_retries),
