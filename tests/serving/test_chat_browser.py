@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from browser import XSS, Browser, Script, running_app
+from fixtures import TEMPLATES_DIR
 from live_server import Live, wait_for
 
 from swift.serving.chat_page import make_page
@@ -58,7 +62,7 @@ def test_a_question_is_sent_and_the_answer_streams(page: Browser, script: Script
     page.key("Enter")
     page.idle()
     assert page.js(f"{LAST}.querySelector('.body').innerText").strip() == "You said: hello\nthere"
-    assert "tokens/s" in page.js(STATUS) and page.js(INPUT) == ""
+    assert "tokens" in page.js(STATUS) and page.js(INPUT) == ""
     asked = script.asked[-1]
     assert asked["messages"] == [
         {"role": "system", "content": "Be short."},
@@ -109,6 +113,7 @@ def test_thoughts_stay_as_the_reader_left_them(page: Browser) -> None:
     page.idle()
     assert page.js(f"{LAST}.querySelector('details').open")
     assert page.js(f"{LAST}.querySelector('.body').innerText").startswith("done 0")
+    assert page.js(STATUS).startswith("60 tokens, ") and page.js(STATUS).endswith(" tokens/s")
 
 
 def test_what_is_spoken_is_the_whole_answer_once(page: Browser) -> None:
@@ -185,6 +190,7 @@ def test_a_long_answer_is_drawn_line_by_line(page: Browser) -> None:
     page.idle()
     assert page.js(f"{LAST}.querySelectorAll('p').length") == 3000
     assert page.js("added") < 3 * 3000  # drawing all anew for each chunk would be millions
+    page.wait("(e => e.scrollHeight - e.scrollTop - e.clientHeight < 5)(document.querySelector('#scroll'))")
 
 
 def test_conversations_outlive_a_reload(page: Browser) -> None:
@@ -223,6 +229,42 @@ def test_export_and_import(page: Browser, tmp_path: Path) -> None:
     page.call("DOM.setFileInputFiles", nodeId=file_input, files=[str(bad)])
     page.wait("document.querySelector('#status').className === 'error'")
     assert page.js(STATUS).endswith("line 2")
+
+
+@pytest.mark.slow
+def test_exported_rows_train(page: Browser, tiny_model_dir: Path, tmp_path: Path) -> None:
+    for word, vote in (("hello", "Good"), ("thoughts", "Bad"), ("tool", "Good"), ("plain", "Bad")):
+        page.ask(word)
+        page.idle()
+        page.click("article.assistant .tools button", text=vote)
+        if word == "tool":  # one that ends in a call
+            page.click("#fresh")
+    page.ask("busy")  # and one that ends in a question
+    page.idle()
+    page.click("#settings > summary")
+    for name, file in (("#export", "conversations.jsonl"), ("#votes", "ratings.jsonl")):
+        path = page.downloads / file
+        path.unlink(missing_ok=True)
+        page.click(name)
+        wait_for(lambda path=path: path.exists() and path.read_text().endswith("\n"))
+    rows = [json.loads(line) for line in (page.downloads / "conversations.jsonl").read_text().splitlines()]
+    assert [row["messages"][-1]["role"] for row in rows] == ["assistant", "assistant"]
+    assert rows[0]["messages"][-1]["tool_calls"][0]["function"]["name"] == "weather"
+    assert not any("reasoning_content" in message for row in rows for message in row["messages"])
+
+    def swift(*words: str) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "swift.cli", *words],
+            capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    talks, ratings = str(page.downloads / "conversations.jsonl"), str(page.downloads / "ratings.jsonl")
+    model = ["--model", str(tiny_model_dir), "--template", str(TEMPLATES_DIR / "qwen2_5.jinja")]  # it shows calls
+    few = ["--max_steps", "1", "--per_device_train_batch_size", "2", "--split_dataset_ratio", "0"]
+    swift("data", "check", talks, *model)
+    swift("sft", *model, "--dataset", talks, *few, "--output_dir", str(tmp_path / "sft"))
+    swift("rlhf", "--rlhf_type", "kto", *model, "--dataset", ratings, *few, "--output_dir", str(tmp_path / "kto"))
 
 
 @pytest.mark.parametrize("width", [360, 1000])
