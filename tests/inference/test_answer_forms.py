@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from answer_templates import CALLS, REFUSED, THOUGHTS, encoder_of
@@ -194,3 +195,25 @@ def test_thought_marks_that_are_special_tokens_have_to_show() -> None:
 def test_keys_and_names_end_where_their_marks_do() -> None:
     form = find_form(encoder_of(CALLS["qwen3 coder"]))
     assert form is not None and form.tags == ("\n<parameter=", ">\n", "\n</parameter>")
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3 coder", "minimax m2", "kimi k2"])
+def test_a_call_is_told_as_soon_as_it_is_complete(family: str) -> None:
+    encoder = encoder_of(CALLS[family])
+    calls = [(FIRST, {"zq_alpha": 'a \\" } b', "zq_beta": "b" * 200})]
+    prompt = encoder.render_prompt(QUESTION, PROBES)
+    text = encoder.render_prompt([*QUESTION, as_message(calls, ["functions.zq_first_tool:0"])], PROBES)
+    text = text[len(prompt) : text.rindex("<|im_end|>")]
+    reader = AnswerReader(AnswerForms(encoder).form([5], PROBES))
+    assert [piece for character in text for piece in reader.feed(character)], "only the end tells it"
+    assert reader.end() == []
+
+
+def test_values_that_python_spelt_and_numbers_that_json_lacks() -> None:
+    form = AnswerForms(encoder_of(CALLS["qwen3 coder"])).form([5], [])
+    form = replace(form, calls=find_form(encoder_of(CALLS["qwen3 coder"])))
+    form = replace(form, schemas={"f": {"properties": {"on": {"type": "boolean"}, "n": {"type": "number"}}}})
+    text = (
+        "<tool_call>\n<function=f>\n<parameter=on>\nTrue\n</parameter>\n<parameter=n>\nNaN\n</parameter>\n</function>\n"
+    )
+    assert called(read(form, text + "</tool_call>")) == [("f", {"on": True, "n": "NaN"})]
