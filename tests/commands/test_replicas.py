@@ -160,11 +160,22 @@ def test_replicas_are_restarted_one_by_one_under_load(tiny_model_dir: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_loaded_ends_the_router(tiny_model_copy: Path) -> None:
-    (tiny_model_copy / "model.safetensors").write_bytes(b"nothing")
-    command = [*ROUTER, "--model", str(tiny_model_copy), "--port", "0", "--replicas", "2"]
+def test_replicas_that_cannot_start_end_the_router(tiny_model_dir: Path) -> None:
+    command = [
+        *ROUTER,
+        "--model",
+        str(tiny_model_dir),
+        "--port",
+        "0",
+        "--replicas",
+        "2",
+        "--served_model_name",
+        "x",
+        "x",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1 and "ended before it was ready" in done.stderr
+    assert "two models can't both be called x" in done.stderr
 
 
 def _problems(**flags: Any) -> list[str]:
@@ -172,13 +183,13 @@ def _problems(**flags: Any) -> list[str]:
 
 
 def test_settings_that_cannot_be_meant() -> None:
-    url = "http://10.0.0.1:8000"
+    url = "http://gpu1:8000"
     assert not _problems(replicas=3) and not _problems(replica_urls=[url, "https://b/prefix"], replica_api_key="k")
     assert _problems(replicas=0) == ["--replicas"]
     assert _problems(replica_check_s=0) == ["--replica_check_s"]
     assert _problems(replicas=2, replica_urls=[url])
     assert _problems(replica_urls=[url, url]) == ["--replica_urls"]
-    for wrong in ("10.0.0.1:8000", "ftp://a", "http://", url + "/v1", url + "/v1/", "http://a:b"):
+    for wrong in ("gpu1:8000", "ftp://a", "http://", url + "/v1", url + "/v1/", "http://a:b"):
         assert _problems(replica_urls=[wrong]) == ["--replica_urls"], wrong
     assert _problems(replica_api_key="k") == ["--replica_api_key"]
     assert _problems(executor="ray", replicas=2) == ["--executor"]
