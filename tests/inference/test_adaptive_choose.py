@@ -24,7 +24,10 @@ CASES = {
     "the exact one is fast enough": ([trial("a", 9, 2.0, exact=True), trial("b", 1, 2.0)], "a"),
     "exactly fast enough": ([trial("a", 10, 2.0, exact=True), trial("b", 1, 2.0)], "a"),
     "a less exact one": ([trial("a", 30, 2.0, exact=True), trial("b", 9, 2.09), trial("c", 1, 2.0)], "b"),
-    "the next one is not good enough": ([trial("a", 30, 2.0, exact=True), trial("b", 9, 2.2), trial("c", 8, 2.05)], "c"),
+    "the next one is not good enough": (
+        [trial("a", 30, 2.0, exact=True), trial("b", 9, 2.2), trial("c", 8, 2.05)],
+        "c",
+    ),
     "better than the exact one": ([trial("a", 30, 2.0, exact=True), trial("b", 9, 1.0)], "b"),
     "none is fast enough": ([trial("a", 30, 2.0, exact=True), trial("b", 12, 2.05), trial("c", 11, 2.0)], "c"),
     "only a bad one is fast enough": ([trial("a", 30, 2.0, exact=True), trial("b", 1, 2.2)], "a"),
