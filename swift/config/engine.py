@@ -19,6 +19,16 @@ class EngineConfig:
     infer_backend: InferBackend = setting(
         "auto", help="what runs the model; auto: vllm where it is installed and there is a GPU, else swift"
     )
+    engine_python: str | None = setting(
+        None, help="python of the environment that has the engine of --infer_backend vllm; default: this one"
+    )
+    engine_url: str | None = setting(
+        None, help="vLLM's server where it runs already, up to /v1 (its key: the variable OPENAI_API_KEY)"
+    )
+    engine_args: list[str] = setting(
+        help="further words for the engine's command line, for example: --engine_args=--gpu-memory-utilization=0.8",
+        factory=list,
+    )
     max_batch_size: int = setting(
         32, help="requests computed together at most", aliases=("max_num_seqs", "vllm_max_num_seqs")
     )

@@ -1,34 +1,36 @@
 """Engines of other projects by their names in `--infer_backend`.
 
-None of them is driven yet: each is refused by name, with the way to use it that works.
+vLLM is driven. The others are refused by name, with the way to use them that works.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from swift.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from swift.inference.backends.base import Backend
     from swift.inference.loading import Prepared
 
 _OWN_SERVERS = {
-    "vllm": "vllm serve FOLDER",
     "sglang": "python -m sglang.launch_server --model-path FOLDER",
     "lmdeploy": "lmdeploy serve api_server FOLDER",
     "llamacpp": "llama-server -m FILE.gguf",
 }
 
 
-def external(prepared: Prepared) -> NoReturn:
-    """The engine that `--infer_backend` names.
+def external(prepared: Prepared) -> Backend:
+    """The engine that `--infer_backend` names; it isn't started yet.
 
     Raises:
-        UsageError: always, until one of them is driven from here.
+        UsageError: it isn't driven from here, or not with these settings. DependencyError: it isn't installed.
     """
     name = prepared.config.engine.infer_backend
-    if name == "auto":  # chosen where vLLM is installed and there is a GPU
-        name = "vllm"
+    if name in ("auto", "vllm"):  # auto: where vLLM is installed and there is a GPU
+        from swift.inference.backends.vllm import vllm_backend
+
+        return vllm_backend(prepared)
     own = f", or run the model by `{_OWN_SERVERS[name]}` in its own environment" if name in _OWN_SERVERS else ""
     raise UsageError(
         f"swift doesn't drive {name} yet",
