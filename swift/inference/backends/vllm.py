@@ -38,6 +38,8 @@ log = get_logger("inference")
 _START_S = 900.0
 _FEATURES: frozenset[Feature] = frozenset({"logprobs", "structure", "penalties", "logit_bias", "min_p"})
 _MODEL = "model"
+# vLLM's own variables; who has set them keeps them
+_ON_CPU = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2"}
 # what vLLM's builds for CPUs say when they can't start -> what to do
 _KNOWN_FAULTS = {
     "torchvision::nms does not exist": "pip uninstall torchvision torchaudio in vLLM's environment",
@@ -110,11 +112,7 @@ class _Server:
         self._command = command
         self._environment: dict[str, str] = {}
         if device == "cpu":
-            self._environment = {
-                "VLLM_TARGET_DEVICE": "cpu",
-                "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
-                "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2"),
-            }
+            self._environment = {name: value for name, value in _ON_CPU.items() if name not in os.environ}
         self._process: ServerProcess | None = None
 
     def start(self) -> Endpoint:
