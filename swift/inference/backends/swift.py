@@ -157,6 +157,16 @@ class SwiftBackend:
         self._chooser.check(request.params)
         if request.adapter is not None:
             self._adapters.slot(request.adapter)
+        if request.params.num_beams > self._config.max_batch_size:
+            raise UsageError(
+                f"{request.params.num_beams} beams are more than are computed together",
+                where="num_beams",
+                fix=f"{self._config.max_batch_size} or fewer, or a larger --max_batch_size",
+            )
+        self._check_awake()
+        self._loop.submit(request, sink, self._check_awake)
+
+    def _check_awake(self) -> None:
         if self._asleep:
             raise UsageError("the engine sleeps", fix="wake() it first")
         if self._weights.missing:
@@ -164,7 +174,6 @@ class SwiftBackend:
                 f"{len(self._weights.missing)} weights were let go of and not given back",
                 fix="update_weights() with all of them",
             )
-        self._loop.submit(request, sink)
 
     def cancel(self, request_id: str) -> None:
         self._loop.cancel(request_id)
@@ -226,6 +235,8 @@ class SwiftBackend:
 
     def wake(self) -> None:
         def awake() -> None:
+            if not self._asleep:
+                return
             for served in self._served:
                 served.make_cache(self._num_blocks)
             self._asleep = False

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-from swift.core.errors import NumericsError, SwiftError
+from swift.core.errors import NumericsError, SwiftError, UsageError
+from swift.core.logging import get_logger
+from swift.core.memory import return_free_memory
 from swift.inference.backends.base import EngineStats
 from swift.inference.choosing.chooser import Choice, Chooser, Run
 from swift.inference.decoding import AnswerText
@@ -26,6 +28,19 @@ from swift.inference.paged.runner import ModelRunner
 from swift.inference.paged.scheduler import Scheduler
 from swift.inference.paged.sequence import Piece, Sequence
 from swift.inference.requests import FinishReason, Request, Sink, Update
+
+log = get_logger("inference")
+
+# requests after which freed memory goes back to the system; ever other sizes of steps leave holes in it
+_TIDY_EVERY = 256
+
+
+def tell(sink: Sink, update: Update) -> None:
+    """Hand an update to a request's owner, whose faults are the owner's alone."""
+    try:
+        sink(update)
+    except Exception:  # a boundary: what others wrote is called here
+        log.exception("what takes the answer of request %s failed", update.request_id)
 
 
 @dataclass
@@ -68,7 +83,7 @@ class EngineCore:
         self._leaders: dict[str, Sequence] = {}
         self._roots: dict[int, int] = {}  # adapter slot -> where its texts begin
         self._arrivals = 0
-        self._computed = 0
+        self._computed = self._ended = 0
         self._most_requests = parts.scheduler.limits.requests
         self.stats = EngineStats()
         special = zip(parts.tokenizer.all_special_tokens, parts.tokenizer.all_special_ids, strict=True)
@@ -84,17 +99,23 @@ class EngineCore:
         """Whether a step would do anything."""
         return bool(self._sequences)
 
+    def has(self, request_id: str) -> bool:
+        """Whether a request is here."""
+        return request_id in self._sequences
+
     def add(self, request: Request, sink: Sink) -> None:
         """Take a request."""
         parts, params = self._parts, request.params
         try:
+            if self.has(request.id):
+                raise UsageError(f"there is a request called {request.id!r} already", fix="give each an id of its own")
             adapter = 0 if request.adapter is None else parts.adapters.slot(request.adapter)
             # a stop word that is a special token never shows in the text
             ends = frozenset(() if params.ignore_eos else parts.stop_token_ids) | frozenset(params.stop_token_ids)
             ends |= {self._special[word] for word in params.stop if word in self._special}
             state = parts.chooser.begin(request, ends)
         except SwiftError as error:  # an adapter that was unloaded meanwhile
-            sink(Update(request.id, finish_reason="error", error=error, num_prompt_tokens=len(request.prompt)))
+            tell(sink, Update(request.id, finish_reason="error", error=error, num_prompt_tokens=len(request.prompt)))
             return
         most = math.inf if params.max_new_tokens is None else params.max_new_tokens
         root = self._root(adapter)
@@ -134,7 +155,7 @@ class EngineCore:
         """Compute one step and send what is new."""
         begun = time.perf_counter()
         pieces = self._compute()
-        if self._parts.pace is not None:
+        if self._parts.pace is not None and pieces:
             tokens = sum(len(piece.tokens) for piece in pieces)
             self._parts.scheduler.limits = self._parts.pace.limits_after(tokens, time.perf_counter() - begun)
 
@@ -144,7 +165,8 @@ class EngineCore:
         self._guess()
         pieces = parts.scheduler.plan()
         if not pieces:
-            raise AssertionError("there are requests and nothing to compute")
+            self._give_one_up()
+            return []
         self._count(pieces)
         logits = parts.runner.run(pieces)
         answering: list[tuple[Piece[Sequence], torch.Tensor]] = []
@@ -162,6 +184,15 @@ class EngineCore:
         if answering:
             self._choose(answering, logits)
         return pieces
+
+    def _give_one_up(self) -> None:
+        """Nobody can go on: those who have blocks wait for others of their search, for whom there are none."""
+        last = max((self._sequences[name][0] for name in self._sequences), key=Sequence.order)
+        reason = SwiftError(
+            "the KV cache is too small for this request's beams",
+            fix="fewer --num_beams, a shorter answer, or more --kv_cache_gib",
+        )
+        self._end(last, "error", error=reason)
 
     def _choose(self, answering: list[tuple[Piece[Sequence], torch.Tensor]], logits: torch.Tensor) -> None:
         """Choose the next tokens of those whose text is complete, and tell them."""
@@ -203,7 +234,7 @@ class EngineCore:
         if update.finish_reason is None:
             update.text = "".join(text)
             sequence.begun = True
-            sequence.sink(update)
+            tell(sequence.sink, update)
             return
         update.stop_reason = self._stop_reason(sequence)
         self._end(sequence, update.finish_reason, update=update, text="".join(text) + sequence.text.flush())
@@ -307,7 +338,10 @@ class EngineCore:
         if request.group is not None and self._leaders.get(request.group) is sequence:
             del self._leaders[request.group]
         update.finish_reason, update.error, update.text = reason, error, text
-        sequence.sink(update)
+        tell(sequence.sink, update)
+        self._ended += 1
+        if self._ended % _TIDY_EVERY == 0:
+            return_free_memory()
 
     def _update(self, sequence: Sequence) -> Update:
         request = sequence.request

@@ -17,7 +17,7 @@ import torch
 
 from swift.core.errors import SwiftError
 from swift.core.logging import get_logger
-from swift.inference.paged.core import EngineCore
+from swift.inference.paged.core import EngineCore, tell
 from swift.inference.requests import Request, Sink, Update
 
 log = get_logger("inference")
@@ -32,10 +32,12 @@ class _Order:
     Attributes:
         run: does it.
         drop: says why it won't be done.
+        cancels: the request that it ends, if that is what it does.
     """
 
     run: Callable[[], None]
     drop: Callable[[SwiftError | None], None]
+    cancels: str | None = None
 
 
 class EngineLoop:
@@ -52,31 +54,43 @@ class EngineLoop:
         self._core = core
         self._orders: deque[_Order] = deque()
         self._changed = threading.Condition()
-        self._closing = False
+        self._started = self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failure: SwiftError | None = None
 
     def start(self) -> None:
         """Begin to take orders."""
+        self._started = True
         self._thread.start()
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def submit(self, request: Request, sink: Sink, check: Callable[[], None] = lambda: None) -> None:
         """Take a request that was checked.
 
+        Args:
+            check: raises what speaks against it when its turn comes: orders before it may have changed the engine.
+
         Raises:
-            SwiftError: the engine has failed, or is closed.
+            SwiftError: the engine has failed, isn't started or is closed.
         """
 
         def drop(error: SwiftError | None) -> None:
             reason: Any = "cancelled" if error is None else "error"
-            sink(Update(request.id, finish_reason=reason, error=error, num_prompt_tokens=len(request.prompt)))
+            tell(sink, Update(request.id, finish_reason=reason, error=error, num_prompt_tokens=len(request.prompt)))
 
-        self._order(_Order(lambda: self._core.add(request, sink), drop))
+        def run() -> None:
+            try:
+                check()
+            except SwiftError as error:
+                drop(error)
+            else:
+                self._core.add(request, sink)
+
+        self._order(_Order(run, drop))
 
     def cancel(self, request_id: str) -> None:
         """End a request at the next step."""
         try:
-            self._order(_Order(lambda: self._core.cancel(request_id), lambda error: None))
+            self._order(_Order(lambda: self._core.cancel(request_id), lambda error: None, cancels=request_id))
         except SwiftError:
             return  # the engine has ended, and the request with it
 
@@ -91,15 +105,12 @@ class EngineLoop:
         future: Future[T] = Future()
 
         def run() -> None:
+            if idle:
+                self._finish_running()
             try:
-                while idle and self._core.has_work:
-                    self._core.step()
                 future.set_result(function())
-            except SwiftError as error:
+            except Exception as error:  # the thread's boundary: the caller's fault, and nobody else's
                 future.set_exception(error)
-            except BaseException as error:
-                future.set_exception(error)
-                raise
 
         def drop(error: SwiftError | None) -> None:
             if not future.done():
@@ -107,6 +118,26 @@ class EngineLoop:
 
         self._order(_Order(run, drop))
         return future.result()
+
+    def _finish_running(self) -> None:
+        """Step until nobody runs; who leaves meanwhile is let go.
+
+        Raises:
+            _Closed: the engine is to end.
+        """
+        while self._core.has_work:
+            with self._changed:
+                if self._closing:
+                    raise _Closed
+                leaving = [
+                    order for order in self._orders if order.cancels is not None and self._core.has(order.cancels)
+                ]
+                for order in leaving:
+                    self._orders.remove(order)
+            for order in leaving:
+                order.run()
+            if self._core.has_work:
+                self._core.step()
 
     def close(self) -> None:
         """End all requests as cancelled, and the thread."""
@@ -122,6 +153,8 @@ class EngineLoop:
                 raise self.failure
             if self._closing:
                 raise SwiftError("the engine is closed", fix="make a new one")
+            if not self._started:
+                raise SwiftError("the engine isn't started", fix="start() it first")
             self._orders.append(order)
             self._changed.notify()
 
@@ -132,17 +165,19 @@ class EngineLoop:
                 with self._changed:
                     while not (self._orders or self._closing or self._core.has_work):
                         self._changed.wait()
-                    orders = list(self._orders)
-                    self._orders.clear()
-                for k, order in enumerate(orders):
-                    try:
-                        order.run()
-                    except BaseException:
-                        with self._changed:
-                            self._orders.extendleft(reversed(orders[k:]))
-                        raise
-                if self._core.has_work:
-                    self._core.step()
+                    order = self._orders.popleft() if self._orders else None
+                if order is None:
+                    if self._core.has_work:
+                        self._core.step()
+                    continue
+                try:
+                    order.run()
+                except BaseException:
+                    with self._changed:  # dropped with the rest, and the reason
+                        self._orders.appendleft(order)
+                    raise
+        except _Closed:
+            pass
         except BaseException as error:  # the thread's boundary: everyone who waits is told
             with self._changed:
                 self.failure = _failure(error)
@@ -155,6 +190,10 @@ class EngineLoop:
         self._core.end_all(self.failure)
         for order in left:
             order.drop(self.failure)
+
+
+class _Closed(Exception):
+    """The engine is to end while it waits for requests to end."""
 
 
 def _failure(error: BaseException) -> SwiftError:
