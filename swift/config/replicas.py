@@ -45,8 +45,8 @@ def replica_faults(values: Mapping[str, Any], fault: Callable[..., Problem]) -> 
     if values["executor"] == "ray":
         yield fault(
             "executor",
-            "replicas can't be run by Ray Serve: they'd have no addresses of their own, by which the router keeps "
-            "prompts near their prefix cache and takes up broken streams",
+            "replicas aren't run by Ray Serve: it hands requests out by itself, and here prompts are kept near their "
+            "prefix cache and broken streams are taken up",
             "start `swift deploy` on the nodes and name them with --replica_urls; or --replicas N on one machine",
         )
     urls = values["replica_urls"]
