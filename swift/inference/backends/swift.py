@@ -18,6 +18,7 @@ from swift.config.engine import EngineConfig
 from swift.core.devices import detect_device
 from swift.core.errors import ModelError, UsageError
 from swift.core.logging import get_logger
+from swift.data.compiled import has_numba
 from swift.inference.backends.base import EngineStats, Feature, ModelInfo
 from swift.inference.backends.prompt import check_prompt
 from swift.inference.choosing.checks import check_params
@@ -123,6 +124,8 @@ class SwiftBackend:
                 pace=None if config.max_latency_ms is None else Pace(limits, config.max_latency_ms / 1000),
             )
         )
+        if device.type == "cpu" and not has_numba():
+            log.info('numba is not installed, so attention is slower: pip install "swift-llm[serve]"')
         self._loop = EngineLoop(self._core)
         self._asleep = False
         # a thread inside of torch while the interpreter ends would crash it
