@@ -7,6 +7,7 @@ stays beside the data set, so that other rewards or formats need no new answers.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +20,7 @@ from swift.config import InferConfig, SampleConfig, build_config
 from swift.config.sample import OutputFormat
 from swift.core.errors import UsageError
 from swift.core.files import require_writable, write_atomic
-from swift.core.logging import get_logger, rank
+from swift.core.logging import get_logger, rank, world_size
 
 log = get_logger("sample")
 
@@ -71,6 +72,13 @@ def _check(config: SampleConfig, targets: list[Path]) -> None:
     run = config.sample
     if not (config.data.dataset or config.data.val_dataset):
         raise UsageError("there are no prompts", where="--dataset", fix="--dataset FILE")
+    if run.orm_model is not None and world_size() > 1:
+        raise UsageError(
+            "a reward model judges in one process",
+            where="--orm_model",
+            fix="draw with --nproc_per_node and --reward length:0-1000000 first; then the same command without "
+            "--nproc_per_node and with --orm_model",
+        )
     if not run.reward and run.orm_model is None:
         raise UsageError(
             "nothing judges the answers",
@@ -116,6 +124,8 @@ def _judged(config: SampleConfig, drawn: Path, path: Path) -> list[float] | None
         for text in _answers(line)
     ]
     write_atomic(rows, "".join(line + "\n" for line in lines))
+    for left in (path, path.with_name(path.name + ".meta.json")):  # of other answers, or another judge
+        left.unlink(missing_ok=True)
     judge = build_config(
         InferConfig,
         {"val_dataset": [str(rows)], "result_path": str(path), **_model_or_adapter(config.sample.orm_model)},
@@ -123,8 +133,9 @@ def _judged(config: SampleConfig, drawn: Path, path: Path) -> list[float] | None
     report = resumable_infer(replace(judge, infer=replace(judge.infer, device=config.infer.device)))
     if report.interrupted:
         raise KeyboardInterrupt
-    rewards = [float(line["reward"]) for line in _lines(path) if line.get("reward") is not None]
-    if len(rewards) != len(lines):
+    found = [line.get("reward") for line in _lines(path)]
+    rewards = [math.nan if value is None else float(value) for value in found]  # empty or too long: not judged
+    if all(value is None for value in found):
         raise UsageError(
             f"{config.sample.orm_model} gave no rewards",
             where="--orm_model",
@@ -155,17 +166,27 @@ def _write(
                 summary.failed += 1
                 continue
             extra = line.get("extra") or {}
-            row = {"reference": extra.get("solution", line.get("labels")), "extra": extra, "messages": _asked(line)}
+            reference = extra.get("solution", line.get("labels"))
+            row = {
+                "reference": None if reference is None else str(reference),
+                "extra": extra,
+                "messages": _asked(line),
+            }
             answers = _answers(line)
             rewards = [reward(text, row) + (next(verdicts) if judged is not None else 0.0) for text in answers]
-            found = Drawn(_asked(line), answers, rewards)
+            scored = [pair for pair in zip(answers, rewards, strict=True) if not math.isnan(pair[1])]
+            if not scored:
+                summary.failed += 1
+                continue
+            found = Drawn(_asked(line), [text for text, _ in scored], [worth for _, worth in scored])
             summary.add(found, run.reward_threshold)
             for kind, file in files.items():
                 rows, why = rows_of(found, kind, run)
                 summary.kept[kind] += len(rows)
                 if why is not None:
                     summary.dropped[f"{kind}: {why}"] += 1
-                file.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in rows)
+                more = {"tools": line["tools"]} if line.get("tools") else {}
+                file.writelines(json.dumps({**each, **more}, ensure_ascii=False) + "\n" for each in rows)
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())

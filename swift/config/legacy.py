@@ -59,7 +59,7 @@ _PARALLEL = (
 _FSDP = "--zero_stage, --fsdp_cpu_offload and --reduce_dtype say what fsdp does"
 _QUANT = "load the model unquantized; --torch_dtype bfloat16 and --gradient_checkpointing true save memory"
 _TEXT = "models are tuned on text only so far"
-_ENGINE = "`--infer_backend transformers` is the engine of this version"
+_ENGINE = "say it with --infer_backend and the settings of the engine; vLLM's own words go behind --engine_args"
 _GALORE = "choose an adapter (--tuner_type lora) or --optim adafactor to save optimizer memory"
 
 RULES: dict[str, Rule] = {
@@ -226,10 +226,9 @@ RULES: dict[str, Rule] = {
         "exporting is being built",
     ),
     **_later(
-        "sampler_engine sampler_type orm_model prm_model prm_threshold n_best_to_keep "
-        "num_sampling_batch_size num_sampling_batches easy_query_threshold override_exist_file data_range "
-        "engine_kwargs output_file cache_files",
-        "sampling with rewards is being built; `swift infer --val_dataset FILE` generates one answer a row",
+        "sampler_engine sampler_type prm_model prm_threshold num_sampling_batch_size num_sampling_batches "
+        "data_range engine_kwargs cache_files",
+        "`swift sample` draws with --infer_backend, judges with --reward or --orm_model, and goes on by itself",
     ),
     **_later("val_dataset_sample", "write --val_dataset path#rows"),
     **_satisfied("write_batch_size", "every result is written when it is there"),

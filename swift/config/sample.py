@@ -31,9 +31,7 @@ class SampleRunConfig:
         factory=list,
     )
     orm_model: str | None = setting(None, help="reward model that judges whole answers, added to the others")
-    reward_threshold: float = setting(
-        0.5, help="answers of at least this much are right", aliases=("prm_threshold", "orm_threshold")
-    )
+    reward_threshold: float = setting(0.5, help="answers of at least this much are right", aliases=("orm_threshold",))
     n_best_to_keep: int = setting(1, help="right answers of a prompt that sft keeps, best first, each text once")
     easy_query_threshold: float | None = setting(
         None, help="drop prompts of whose answers more than this share is right"

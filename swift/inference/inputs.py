@@ -54,6 +54,8 @@ class InputRow:
             fields["messages"] = self.row.messages
             if self.row.text is not None:
                 fields["text"] = self.row.text
+            if self.row.tools:
+                fields["tools"] = self.row.tools
             if self.row.extra:
                 fields["extra"] = self.row.extra
         return fields

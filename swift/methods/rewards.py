@@ -21,7 +21,8 @@ Reward = Callable[[str, Mapping[str, Any]], float]
 REWARDS: Registry[Callable[[str], Reward]] = Registry("reward")
 """Name -> makes the reward from what stands behind the colon."""
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+# a minus belongs to a number where no digit stands before it; commas only between groups of three
+_NUMBER = re.compile(r"(?<![\d.])(?:(?<!\d)-)?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 _WEIGHT = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*\*\s*(.+)", re.DOTALL)
 
 
@@ -37,9 +38,17 @@ def make_reward(specs: Sequence[str]) -> Reward:
     parts = [_one(spec) for spec in specs]
 
     def total(answer: str, row: Mapping[str, Any]) -> float:
-        values = [weight * float(reward(answer, row)) for weight, reward in parts]
-        if not all(math.isfinite(value) for value in values):
-            raise UsageError("a reward is not a finite number", where="--reward", fix="give numbers only")
+        values = []
+        for weight, reward in parts:
+            try:
+                value = float(reward(answer, row))
+            except Exception as error:  # a boundary: what others wrote is called here
+                raise UsageError(
+                    f"a reward failed: {type(error).__name__}: {error}", where="--reward", fix="mend the function"
+                ) from error
+            if not math.isfinite(value):
+                raise UsageError("a reward is not a finite number", where="--reward", fix="give numbers only")
+            values.append(weight * value)
         return sum(values)
 
     return total
@@ -99,7 +108,7 @@ def valid_json(argument: str) -> Reward:
 
     def reward(answer: str, row: Mapping[str, Any]) -> float:
         try:
-            json.loads(answer)
+            json.loads(answer, parse_constant=_no_constant)
         except (ValueError, RecursionError):
             return 0.0
         return 1.0
@@ -125,6 +134,10 @@ def length(argument: str) -> Reward:
         raise UsageError(f"length:{argument} is not possible", where="--reward", fix="for example length:1-500")
     least, most = int(bounds[1]), int(bounds[2])
     return lambda answer, row: float(least <= len(answer) <= most)
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _plain(text: str) -> str:

@@ -80,6 +80,23 @@ def test_a_broken_row_has_no_answers_and_stops_nothing(tiny_model_dir, questions
     assert report["prompts"] == 6 and report["prompts_without_answers"] == 1 and len(lines(out)) == 6
 
 
+def test_tools_go_with_their_prompts(tiny_model_dir, questions, tmp_path):
+    parameters = {"type": "object", "properties": {}}
+    tools = [{"type": "function", "function": {"name": "look", "description": "Look.", "parameters": parameters}}]
+    questions.write_text(json.dumps({**ROWS[0], "tools": tools}) + "\n")
+    out = tmp_path / "new.jsonl"
+    template = Path(__file__).parents[1] / "assets/templates/qwen2_5.jinja"
+    assert run(tiny_model_dir, questions, out, "--reward", "length:0-1000", "--template", str(template)) == 0
+    assert lines(out)[0]["tools"] == tools
+
+
+def test_solutions_may_be_numbers(tiny_model_dir, questions, tmp_path):
+    questions.write_text("".join(json.dumps({**each, "solution": 7}) + "\n" for each in ROWS))
+    out = tmp_path / "new.jsonl"
+    assert run(tiny_model_dir, questions, out, "--reward", "number", "match", "--output_format", "kto") == 0
+    assert len(lines(out)) == 24
+
+
 @pytest.mark.slow
 def test_a_reward_model_judges(tiny_model_dir, questions, tmp_path):
     pairs = tmp_path / "pairs.jsonl"

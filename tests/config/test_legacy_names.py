@@ -69,7 +69,7 @@ def test_satisfied_flags_are_accepted_with_a_note(words):
         ("--use_liger_kernel true", "leave it out"),
         ("--quant_method bnb", "unquantized"),
         ("--average_tokens_across_devices false", "leave it out"),
-        ("--vllm_max_model_len 5", "transformers"),
+        ("--vllm_max_model_len 5", "engine_args"),
         ("--report_to wandb", "tensorboard"),
         ("--tuner_type longlora", "lora"),
         ("--optim paged_adamw_8bit", "adamw"),

@@ -29,6 +29,10 @@ def row(reference=None, **extra):
         ("number", "42 or 43", "42", 0),
         ("number", "none", "42", 0),
         ("number", "-3", "3", 0),
+        ("number", "10-3", "3", 1),
+        ("number", "1,2", "12", 0),
+        ("number", "x = -3.5", "-3.50", 1),
+        ("json", "NaN", None, 0),
         ("json", '{"a": [1]}', None, 1),
         ("json", '{"a": 1', None, 0),
         ("regex:^4\\d$", "42", None, 1),
@@ -62,6 +66,9 @@ def test_a_reward_that_is_no_number_is_refused(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def worth(answer, row):\n    return float('nan')\n")
     with pytest.raises(UsageError, match="finite"):
+        make_reward([f"{file}:worth"])("a", row())
+    file.write_text("def worth(answer, row):\n    return row['nothing']\n")
+    with pytest.raises(UsageError, match="a reward failed: KeyError"):
         make_reward([f"{file}:worth"])("a", row())
     with pytest.raises(UsageError, match="no function 'other'"):
         make_reward([f"{file}:other"])

@@ -123,12 +123,27 @@ class HttpBackend:
         if self._closed or not self._thread.is_alive():
             raise SwiftError("the engine is closed", fix="make a new one")
 
-        def begin() -> None:
-            task = self._loop.create_task(self._answer(request, sink))
-            self._tasks[request.id] = task
-            task.add_done_callback(lambda done: self._tasks.pop(request.id, None))
+        ended = threading.Event()
 
-        self._loop.call_soon_threadsafe(begin)
+        def tell(update: Update) -> None:
+            if update.finish_reason is not None:
+                ended.set()
+            sink(update)
+
+        def done(task: asyncio.Task[None]) -> None:
+            self._tasks.pop(request.id, None)
+            if not ended.is_set():  # cancelled before it began
+                sink(Update(request.id, finish_reason="cancelled", num_prompt_tokens=len(request.prompt)))
+
+        def begin() -> None:
+            task = self._loop.create_task(self._answer(request, tell))
+            self._tasks[request.id] = task
+            task.add_done_callback(done)
+
+        try:
+            self._loop.call_soon_threadsafe(begin)
+        except RuntimeError as error:  # closed meanwhile
+            raise SwiftError("the engine is closed", fix="make a new one") from error
 
     def cancel(self, request_id: str) -> None:
         def end() -> None:
@@ -197,7 +212,7 @@ class HttpBackend:
             last.finish_reason = "cancelled"
         except SwiftError as error:
             last.error = error
-        except (self._http.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # a process boundary: whatever comes over the wire, the owner is told
             last.error = SwiftError(f"{self.name} broke off: {type(error).__name__}: {error}")
         self._stats.prompt_tokens += len(request.prompt)
         sink(last)
@@ -208,7 +223,7 @@ class HttpBackend:
         async with self._session.post(f"{self._endpoint.url}/completions", json=body) as answer:
             if answer.status != 200:
                 raise _refusal(self.name, answer.status, await answer.text())
-            async for line in answer.content:
+            async for line in _lines(answer.content):
                 if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
                     continue
                 chunk = json.loads(line[5:])
@@ -216,6 +231,17 @@ class HttpBackend:
                     raise _refusal(self.name, 200, line[5:].decode())
                 for choice in chunk.get("choices", ()):
                     yield _update(request, choice)
+
+
+async def _lines(content: Any) -> AsyncIterator[bytes]:
+    """The lines of a stream, of any length: the first one of an answer may hold the whole prompt."""
+    left = b""
+    async for piece in content.iter_any():
+        *whole, left = (left + piece).split(b"\n")
+        for line in whole:
+            yield line
+    if left:
+        yield left
 
 
 def _close_at_exit(backend: HttpBackend) -> None:

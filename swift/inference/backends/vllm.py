@@ -141,7 +141,8 @@ def _first_model(url: str, key: str | None) -> str:
     """The model that a server offers first."""
     request = urllib.request.Request(f"{url}/models", headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as requests go: by no proxy
+        with opener.open(request, timeout=10) as answer:
             found: Any = json.load(answer)
         return str(found["data"][0]["id"])
     except (OSError, urllib.error.URLError, ValueError, KeyError, IndexError) as error:
