@@ -118,7 +118,7 @@ def test_a_broken_stream_goes_on_elsewhere(two: tuple[Live, Live], relay: Relay)
                 answer = router.post(CHAT, body).text
                 assert _tokens(answer) == _tokens(expected), more
                 assert _text(answer) == _text(expected)
-                assert answer.count("[DONE]") == 1 and '"error"' not in answer
+                assert answer.count("[DONE]") == 1 and '{"error"' not in answer
                 assert len({each["id"] for each in _events(answer)}) == 1
                 assert _events(answer)[-1]["usage"]["completion_tokens"] == 40 * more.get("n", 1)
             relay.cut_after = None
@@ -138,7 +138,7 @@ def test_a_broken_stream_goes_on_elsewhere(two: tuple[Live, Live], relay: Relay)
                     "return_token_ids": True,
                 }
                 answer = router.post(path, {**body, **more}).text
-                assert len(_tokens(answer)) == 40 and '"error"' not in answer
+                assert len(_tokens(answer)) == 40 and '{"error"' not in answer
         relay.cut_after = None
 
 

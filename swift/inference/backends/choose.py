@@ -111,8 +111,12 @@ def _paged(prepared: Prepared) -> Backend:
 
 def _reads_weights(model: PeftModel) -> bool:
     """Whether an adapter computes with the weights of the layers that it sits on, instead of adding to their output."""
+    wrappers = ("modules_to_save", "trainable_token_indices", "target_parameters")
     configs: list[Any] = list(model.peft_config.values())
-    return any(config.peft_type != PeftType.LORA or config.use_dora for config in configs)
+    return any(
+        config.peft_type != PeftType.LORA or config.use_dora or any(getattr(config, name, None) for name in wrappers)
+        for config in configs
+    )
 
 
 def _spread(prepared: Prepared) -> SwiftBackend:
