@@ -87,7 +87,7 @@ class Summary:
     failed: int = 0
     reward_sum: float = 0.0
     num_answers: int = 0
-    passes: Counter[int] = field(default_factory=Counter)
+    passes: dict[int, float] = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)
     kept: Counter[str] = field(default_factory=Counter)
 
@@ -98,7 +98,7 @@ class Summary:
         self.num_answers += count
         self.reward_sum += sum(drawn.rewards)
         for k in powers(count):
-            self.passes[k] += pass_at(k, count, drawn.right(threshold))  # type: ignore[assignment]
+            self.passes[k] = self.passes.get(k, 0.0) + pass_at(k, count, drawn.right(threshold))
 
     def numbers(self) -> dict[str, Any]:
         """As plain JSON values."""

@@ -88,6 +88,21 @@ def test_leaving_ends_the_answer_at_the_server(both):
     assert engine.stats().num_running == 0
 
 
+def test_who_leaves_at_once_is_told_so(both):
+    """The cancellation may come before the request's first step."""
+    engine, over = both
+    for k in range(20):
+        taken = Taken()
+        over.submit(Request(f"brief{k}", [5, 6], replace(GREEDY, max_new_tokens=500)), taken.take)
+        over.cancel(f"brief{k}")
+        assert taken.whole()[2] == "cancelled"
+        assert sum(update.finish_reason is not None for update in taken.updates) == 1
+    deadline = time.monotonic() + 30
+    while engine.stats().num_running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.stats().num_running == 0
+
+
 def test_what_cant_be_asked_is_refused_here(both):
     _, over = both
     with pytest.raises(DataError):
