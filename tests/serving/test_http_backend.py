@@ -12,7 +12,8 @@ from live_server import MODEL, live_server
 
 from swift.core.errors import DataError, SwiftError, UsageError
 from swift.inference.backends.base import ModelInfo
-from swift.inference.backends.http import Endpoint, HttpBackend, completion_body
+from swift.inference.backends.completions import Completions, completion_body
+from swift.inference.backends.http import Endpoint, HttpBackend
 from swift.inference.requests import Request, SamplingParams, Structure, Update
 
 GREEDY = SamplingParams(max_new_tokens=16, ignore_eos=True)
@@ -52,7 +53,7 @@ def info_of(backend) -> ModelInfo:
 def both(tiny_model_dir):
     """An engine, and a backend that asks the server in front of it."""
     with live_server(tiny_model_dir, max_logprobs=5) as server:
-        over = HttpBackend("ours", lambda: Endpoint(f"{server.url}/v1", MODEL), info_of(server.backend))
+        over = HttpBackend("ours", lambda: Endpoint(server.url, MODEL), info_of(server.backend), Completions())
         over.start()
         yield server.backend, over
         over.close()
@@ -117,7 +118,7 @@ def test_what_cant_be_asked_is_refused_here(both):
 
 def test_what_the_server_refuses_ends_the_request_with_its_words(tiny_model_dir, both):
     engine, over = both
-    wrong = HttpBackend("ours", lambda: Endpoint(over._endpoint.url, "nobody"), info_of(engine))
+    wrong = HttpBackend("ours", lambda: Endpoint(over._endpoint.url, "nobody"), info_of(engine), Completions())
     wrong.start()
     try:
         (taken,) = asked(wrong, Request("r", [5], GREEDY))
@@ -130,12 +131,12 @@ def test_what_the_server_refuses_ends_the_request_with_its_words(tiny_model_dir,
 
 def test_a_server_that_is_gone_is_an_error_and_closing_ends_what_is_open(tiny_model_dir, both):
     engine, over = both
-    gone = HttpBackend("ours", lambda: Endpoint("http://127.0.0.1:9/v1", MODEL), info_of(engine))
+    gone = HttpBackend("ours", lambda: Endpoint("http://127.0.0.1:9", MODEL), info_of(engine), Completions())
     gone.start()
     (taken,) = asked(gone, Request("r", [5], GREEDY))
     assert taken.whole()[2] == "error"
     gone.close()
-    other = HttpBackend("ours", lambda: over._endpoint, info_of(engine))
+    other = HttpBackend("ours", lambda: over._endpoint, info_of(engine), Completions())
     other.start()
     (taken,) = asked(other, Request("r", [5], replace(GREEDY, max_new_tokens=2000)))
     other.close()

@@ -1,7 +1,4 @@
-"""Engines of other projects by their names in `--infer_backend`.
-
-vLLM is driven. The others are refused by name, with the way to use them that works.
-"""
+"""Engines of other projects by their names in `--infer_backend`."""
 
 from __future__ import annotations
 
@@ -28,9 +25,10 @@ def external(prepared: Prepared) -> Backend:
     """
     name = prepared.config.engine.infer_backend
     if name in ("auto", "vllm"):  # auto: where vLLM is installed and there is a GPU
-        from swift.inference.backends.vllm import vllm_backend
+        from swift.inference.backends.served import served_backend
+        from swift.inference.backends.vllm import VLLM
 
-        return vllm_backend(prepared)
+        return served_backend(VLLM, prepared)
     own = f", or run the model by `{_OWN_SERVERS[name]}` in its own environment" if name in _OWN_SERVERS else ""
     raise UsageError(
         f"swift doesn't drive {name} yet",

@@ -1,39 +1,40 @@
-"""A backend that is a server: OpenAI's completions over HTTP, tokens in and tokens out.
+"""A backend that is a server, spoken to in tokens over HTTP; what differs between servers is a `Dialect`.
 
 One thread with an event loop holds all connections. A request that is cancelled is a connection that is closed, which
 is how these servers learn of it. Before the first piece of an answer a broken connection is tried once more; after it
 the request ends with the error, since what was said can't be taken back.
 
-Only servers that give token ids back are driven (`return_token_ids`: vLLM, and our own): ids guessed from text would
-not be the ones that were generated.
+What touches all requests (weights, sleep) waits until those that run have ended, and those that come wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import hashlib
 import json
+import tempfile
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from swift.core.errors import SwiftError, UsageError
+from swift.core.errors import ModelError, SwiftError, UsageError
 from swift.core.extras import require
-from swift.inference.backends.base import EngineStats, ModelInfo
+from swift.inference.backends.base import EngineStats, Feature, ModelInfo
+from swift.inference.backends.dialect import Call, Dialect, refusal
 from swift.inference.backends.prompt import check_prompt
+from swift.inference.backends.weight_files import Shapes, write_weights
 from swift.inference.choosing.checks import check_params
-from swift.inference.requests import Request, SamplingParams, Sink, TokenLogprob, Update
+from swift.inference.requests import Request, Sink, Update
 
 if TYPE_CHECKING:
     import torch
 
 _CONNECT_S = 10.0
 _SILENCE_S = 600.0  # a long prompt before others may take its time
-_ID = "token_id:"  # how tokens are named with `return_tokens_as_token_ids`
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Endpoint:
     """Where a server is, and as what it knows the model.
 
     Attributes:
-        url: up to `/v1`, without a slash at the end.
+        url: the server's root, without `/v1` and without a slash at the end.
         model: name of the model in requests.
         key: API key, or None.
     """
@@ -57,8 +58,11 @@ class HttpBackend:
     Args:
         name: as in `--infer_backend`.
         endpoint: gives the server; called by `start`, which may take until it is up.
-        info: of the model; its `stop_token_ids` are sent along.
+        info: of the model; its `stop_token_ids` are sent along, and its `features` are what the server is asked for.
+        dialect: how the server is spoken to.
         stop: what `close` does in the end.
+        shapes: of the model's parameters by name, to check new weights against; needed for `weight_update`.
+        adapter: name and folder of an adapter that `start` loads and that requests go to unless they name another.
 
     What such a server has no way to do is refused by name.
     """
@@ -68,19 +72,32 @@ class HttpBackend:
         name: str,
         endpoint: Callable[[], Endpoint],
         info: ModelInfo,
+        dialect: Dialect,
         *,
         stop: Callable[[], None] = lambda: None,
+        shapes: Callable[[], Shapes] | None = None,
+        adapter: tuple[str, Path] | None = None,
     ) -> None:
         self.name = name
         self._make_endpoint = endpoint
         self._info = info
+        self._dialect = dialect
         self._stop = stop
+        self._shapes = shapes
+        self._usual_adapter = adapter
         self._endpoint: Endpoint | None = None
         self._session: Any = None
         self._http: Any = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"{name} client", daemon=True)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._asked: dict[str, Request] = {}  # what the server holds
+        self._open = asyncio.Event()  # new requests may go out
+        self._open.set()
+        self._one_order = threading.Lock()  # orders to the whole server come one after the other
+        self._adapters: list[str] = []
+        self._asleep = 0  # the level, 0 is awake
+        self._forgotten = False  # after a sleep of level 2, until weights are given
         self._stats = EngineStats()
         self._closed = False
         _close_at_exit(self)
@@ -103,6 +120,8 @@ class HttpBackend:
             )
 
         self._call(connect())
+        if self._usual_adapter is not None:
+            self.load_adapter(*self._usual_adapter)
 
     def close(self) -> None:
         if self._closed:
@@ -118,10 +137,17 @@ class HttpBackend:
     def submit(self, request: Request, sink: Sink) -> None:
         check_prompt(request.prompt, self._info)
         check_params(request.params, self._info)
+        if request.adapter is None and self._usual_adapter is not None:
+            request = replace(request, adapter=self._usual_adapter[0])
         if request.adapter is not None:
-            self._refuse("adapters by request")
-        if self._closed or not self._thread.is_alive():
+            self._require("adapters")
+            if request.adapter not in self._adapters:
+                raise self._no_adapter(request.adapter)
+        self._check_awake()
+        if self._closed or self._endpoint is None or not self._thread.is_alive():
             raise SwiftError("the engine is closed", fix="make a new one")
+        # what the server can't be asked is said here, not by an answer
+        call = self._dialect.question(request, self._endpoint.model, self._info)
 
         ended = threading.Event()
 
@@ -136,7 +162,7 @@ class HttpBackend:
                 sink(Update(request.id, finish_reason="cancelled", num_prompt_tokens=len(request.prompt)))
 
         def begin() -> None:
-            task = self._loop.create_task(self._answer(request, tell))
+            task = self._loop.create_task(self._answer(request, call, tell))
             self._tasks[request.id] = task
             task.add_done_callback(done)
 
@@ -155,31 +181,117 @@ class HttpBackend:
             self._loop.call_soon_threadsafe(end)
 
     def stats(self) -> EngineStats:
-        self._stats.num_running = len(self._tasks)
-        return self._stats
+        return replace(
+            self._stats, num_running=len(self._tasks), adapters=list(self._adapters), asleep=bool(self._asleep)
+        )
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        self._refuse("adapters by request")
+        self._require("adapters")
+        if name in self._adapters:
+            raise UsageError(f"there is an adapter {name} already", fix="unload it first, or take another name")
+        try:
+            self._call(self._tell(self._dialect.load_adapter(name, folder)))
+        except SwiftError as error:
+            raise ModelError(error.message, where=str(folder)) from error
+        self._adapters.append(name)
 
     def unload_adapter(self, name: str) -> None:
-        self._refuse("adapters by request")
+        self._require("adapters")
+        if name not in self._adapters:
+            raise self._no_adapter(name)
+        self._order(self._dialect.unload_adapter(name), of=name)
+        self._adapters.remove(name)
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._refuse("weights that change")
+        self._require("weight_update")
+        assert self._shapes is not None
+        shapes = self._shapes()
+        with tempfile.TemporaryDirectory(prefix="weights-", ignore_cleanup_errors=True) as folder:
+            given = write_weights(tensors, Path(folder), shapes)
+            if self._forgotten and (missing := sorted(shapes.keys() - given)):
+                raise ModelError(
+                    f"{len(missing)} weights were let go of and not given back, {missing[0]} among them",
+                    fix="update_weights() with all of them",
+                )
+            self._order(self._dialect.update_weights(Path(folder)))
+        self._forgotten = False
 
     def sleep(self, level: int = 1) -> None:
-        self._refuse("sleep")
+        self._require("sleep")
+        if level not in (1, 2):
+            raise UsageError(f"there is no sleep of level {level}", fix="1 keeps the weights, 2 forgets them")
+        if self._asleep:
+            return
+        self._order(self._dialect.sleep(level), then=lambda: self._fell_asleep(level))
 
     def wake(self) -> None:
-        self._refuse("sleep")
+        self._require("sleep")
+        if self._asleep:
+            self._order(self._dialect.wake(self._asleep))
+            self._asleep = 0
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise UsageError(
-            f"{self.name} is not driven with {what}", where=f"--infer_backend {self.name}", fix="--infer_backend swift"
-        )
+    def _fell_asleep(self, level: int) -> None:
+        self._asleep = level
+        self._forgotten = self._forgotten or level == 2
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise UsageError("the engine sleeps", fix="wake() it first")
+        if self._forgotten:
+            raise UsageError("weights were let go of and not given back", fix="update_weights() with all of them")
+
+    def _no_adapter(self, name: str) -> UsageError:
+        there = ", ".join(self._adapters) or "none is loaded"
+        return UsageError(f"there is no adapter {name}", fix=f"load it first; there are: {there}")
+
+    def _require(self, feature: Feature) -> None:
+        if feature not in self._info.features:
+            raise UsageError(
+                f"{self.name} is not driven with {_WORDS.get(feature, feature)} here",
+                where=f"--infer_backend {self.name}",
+                fix="--infer_backend swift",
+            )
 
     def _call(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _order(self, calls: Sequence[Call], *, of: str | None = None, then: Callable[[], None] = lambda: None) -> None:
+        """Say something that requests can't run beside: those that run end first, those that come wait.
+
+        Args:
+            of: only requests of this adapter have to end.
+            then: done before requests go out again.
+        """
+
+        async def order() -> None:
+            self._open.clear()
+            try:
+                while running := [
+                    task
+                    for id, task in self._tasks.items()
+                    if id in self._asked and (of is None or self._asked[id].adapter == of)
+                ]:
+                    await asyncio.wait(running)
+                await self._tell(calls)
+                then()
+            finally:
+                self._open.set()
+
+        with self._one_order:
+            self._call(order())
+
+    async def _tell(self, calls: Sequence[Call]) -> None:
+        assert self._endpoint is not None
+        for call in calls:
+            try:
+                async with self._session.post(
+                    f"{self._endpoint.url}{call.path}", json=call.body, params=call.query
+                ) as answer:
+                    text = await answer.text()
+            except self._http.ClientError as error:
+                raise SwiftError(f"{self.name} doesn't answer: {type(error).__name__}: {error}") from error
+            if answer.status != 200 or _says_no(text):
+                raise refusal(self.name, answer.status, text)
 
     async def _end(self) -> None:
         for task in list(self._tasks.values()):
@@ -188,14 +300,17 @@ class HttpBackend:
         if self._session is not None:
             await self._session.close()
 
-    async def _answer(self, request: Request, sink: Sink) -> None:
+    async def _answer(self, request: Request, call: Call, sink: Sink) -> None:
         """One request, whose last update comes whatever happens."""
         last = Update(request.id, finish_reason="error", num_prompt_tokens=len(request.prompt))
         begun = False
         try:
+            await self._open.wait()
+            self._check_awake()
+            self._asked[request.id] = request
             for attempt in (1, 2):
                 try:
-                    async for update in self._updates(request):
+                    async for update in self._updates(request, call):
                         begun = True
                         self._stats.generated_tokens += len(update.tokens)
                         if update.finish_reason is not None:
@@ -210,27 +325,43 @@ class HttpBackend:
                 last.error = SwiftError(f"{self.name} ended an answer without saying why")
         except asyncio.CancelledError:
             last.finish_reason = "cancelled"
+            if request.id in self._asked:
+                with suppress(SwiftError):  # it may have ended by itself
+                    await self._tell(self._dialect.cancel(request))
         except SwiftError as error:
             last.error = error
         except Exception as error:  # a process boundary: whatever comes over the wire, the owner is told
             last.error = SwiftError(f"{self.name} broke off: {type(error).__name__}: {error}")
+        finally:
+            self._asked.pop(request.id, None)
         self._stats.prompt_tokens += len(request.prompt)
         sink(last)
 
-    async def _updates(self, request: Request) -> AsyncIterator[Update]:
+    async def _updates(self, request: Request, call: Call) -> AsyncIterator[Update]:
         assert self._endpoint is not None
-        body = completion_body(request, self._endpoint.model, self._info)
-        async with self._session.post(f"{self._endpoint.url}/completions", json=body) as answer:
+        read = self._dialect.reader(request)
+        async with self._session.post(f"{self._endpoint.url}{call.path}", json=call.body, params=call.query) as answer:
             if answer.status != 200:
-                raise _refusal(self.name, answer.status, await answer.text())
+                raise refusal(self.name, answer.status, await answer.text())
             async for line in _lines(answer.content):
                 if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
                     continue
                 chunk = json.loads(line[5:])
                 if "error" in chunk:
-                    raise _refusal(self.name, 200, line[5:].decode())
-                for choice in chunk.get("choices", ()):
-                    yield _update(request, choice)
+                    raise refusal(self.name, 200, line[5:].decode())
+                for update in read(chunk):
+                    yield update
+
+
+_WORDS: Mapping[Feature, str] = {"adapters": "adapters by request", "weight_update": "weights that change"}
+
+
+def _says_no(text: str) -> bool:
+    """Some servers say that they failed in the body of an answer with status 200."""
+    try:
+        return json.loads(text).get("success") is False
+    except (ValueError, AttributeError):
+        return False
 
 
 async def _lines(content: Any) -> AsyncIterator[bytes]:
@@ -254,97 +385,3 @@ def _close_at_exit(backend: HttpBackend) -> None:
             left.close()
 
     atexit.register(end)
-
-
-def completion_body(request: Request, model: str, info: ModelInfo) -> dict[str, Any]:
-    """The JSON of a request to `/v1/completions`, as vLLM and our own server read it."""
-    params = request.params
-    most = params.max_new_tokens
-    if info.context_length is not None:
-        left = info.context_length - len(request.prompt)
-        most = left if most is None else min(most, left)
-    ends = () if params.ignore_eos else info.stop_token_ids
-    body: dict[str, Any] = {
-        "model": model,
-        "prompt": request.prompt,
-        "stream": True,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-        "max_tokens": most,
-        "min_tokens": params.min_new_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "stop": list(params.stop),
-        "stop_token_ids": [*ends, *params.stop_token_ids],
-        "ignore_eos": params.ignore_eos,
-        "skip_special_tokens": params.skip_special_tokens,
-        "seed": int.from_bytes(hashlib.sha256(params.seed.encode()).digest()[:4], "big") >> 1,
-    }
-    if params.logprobs is not None:
-        body["logprobs"] = params.logprobs
-    if params.logit_bias:
-        body["logit_bias"] = {str(token): value for token, value in params.logit_bias}
-    if params.structure is not None:
-        body["structured_outputs"] = _structured(params)
-    return {key: value for key, value in body.items() if value is not None}
-
-
-def _structured(params: SamplingParams) -> dict[str, Any]:
-    assert params.structure is not None
-    kind, value = params.structure.kind, params.structure.value
-    if kind == "json":
-        return {"json_object": True}
-    if kind == "json_schema":
-        return {"json": json.loads(value)}
-    if kind == "choice":
-        return {"choice": json.loads(value)}
-    if kind in ("regex", "grammar"):
-        return {kind: value}
-    raise UsageError("a call can't be forced over HTTP", where="tool_choice", fix="--infer_backend swift")
-
-
-def _update(request: Request, choice: dict[str, Any]) -> Update:
-    tokens = choice.get("token_ids")
-    if tokens is None:
-        raise ValueError("it gives no token ids back (return_token_ids)")
-    reason = choice.get("finish_reason")
-    update = Update(request.id, tokens=list(tokens), text=choice.get("text") or "")
-    update.num_prompt_tokens = len(request.prompt)
-    if request.params.logprobs is not None and choice.get("logprobs"):
-        update.logprobs = _logprobs(choice["logprobs"], request.params.logprobs)
-    if reason is not None:
-        update.finish_reason = "length" if reason == "length" else "cancelled" if reason == "abort" else "stop"
-        stopped = choice.get("stop_reason")
-        ours = isinstance(stopped, str) or stopped in request.params.stop_token_ids
-        update.stop_reason = stopped if ours else None
-    return update
-
-
-def _logprobs(found: dict[str, Any], wanted: int) -> list[TokenLogprob]:
-    tops = found.get("top_logprobs") or [{}] * len(found["tokens"])
-    entries = []
-    for token, value, top in zip(found["tokens"], found["token_logprobs"], tops, strict=True):
-        ranked = sorted(((_token(name), each) for name, each in (top or {}).items()), key=lambda pair: -pair[1])
-        entries.append(TokenLogprob(_token(token), value, tuple(ranked[:wanted])))
-    return entries
-
-
-def _token(name: str) -> int:
-    if not name.startswith(_ID):
-        raise ValueError("it names tokens by text (return_tokens_as_token_ids)")
-    return int(name.removeprefix(_ID))
-
-
-def _refusal(name: str, status: int, text: str) -> SwiftError:
-    """What a server said in an error body."""
-    try:
-        body = json.loads(text)
-        said = body["error"]["message"] if isinstance(body.get("error"), dict) else body["message"]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        said = text.strip()[:300]
-    return SwiftError(f"{name} answered {status}: {said}")
