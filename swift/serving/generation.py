@@ -165,12 +165,18 @@ class Generation:
                 continue
             self._open.discard(index)
             if update.finish_reason == "error":
-                error = update.error or SwiftError("the engine failed")
-                self._models.went_wrong(error.message)
-                raise ApiError(500, f"the engine failed: {error.message}", code="engine_failed")
+                raise self._failed(update.error or SwiftError("the engine failed"))
             if update.finish_reason == "cancelled":
                 raise ApiError(503, "the server is shutting down", code="cancelled", retry_after_s=10)
         return items
+
+    def _failed(self, error: SwiftError) -> ApiError:
+        """An answer that ended with an error: the request's fault, or the engine's."""
+        refused = from_swift(error)
+        if refused.status_code < 500:
+            return refused
+        self._models.went_wrong(error.message)
+        return ApiError(500, f"the engine failed: {error.message}", code="engine_failed")
 
     def _count(self, index: int, update: Update) -> None:
         usage, group = self.usage, self.wanted[index].group

@@ -17,6 +17,7 @@ from live_server import HELLO, MODEL, live_server, running, talker_of, wait_for
 
 from swift.config.serving import ServeConfig
 from swift.core.errors import ModelError, SwiftError, UsageError
+from swift.inference.backends.dialect import refusal
 from swift.inference.requests import Update
 from swift.serving.lifecycle import LiveServer, check_tls, listen
 from swift.serving.served import ServedModel
@@ -195,6 +196,7 @@ class _Failing:
 
     def __init__(self, backend: Any) -> None:
         self._backend, self.broken = backend, False
+        self.error: SwiftError = SwiftError("out of memory")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
@@ -206,8 +208,8 @@ class _Failing:
         if not self.broken:
             self._backend.submit(request, sink)
             return
-        error = SwiftError("out of memory")
-        threading.Timer(0.05, lambda: sink(Update(request.id, finish_reason="error", error=error))).start()
+        last = Update(request.id, finish_reason="error", error=self.error)
+        threading.Timer(0.05, lambda: sink(last)).start()
 
 
 def test_a_failing_engine_is_told(tiny_model_dir: Path, serving_backend: Any) -> None:
@@ -235,6 +237,21 @@ def test_a_failing_engine_is_told(tiny_model_dir: Path, serving_backend: Any) ->
         assert httpx2.get(server.url + "/health").status_code == 503  # not asked again at once
         models.failed_at -= 100
         assert httpx2.get(server.url + "/health").status_code == 200
+
+
+def test_a_request_at_fault_is_no_failure_of_the_engine(tiny_model_dir: Path, serving_backend: Any) -> None:
+    """An engine may find out late, a server of another project for one."""
+    config = ServeConfig(port=0, access_log=False)
+    engine = _Failing(serving_backend)
+    models = [ServedModel(MODEL, talker_of(tiny_model_dir, engine, config))]
+    with running(config, models) as server:
+        engine.broken, engine.error = True, refusal("vllm", 400, '{"error": {"message": "no such grammar"}}')
+        refused = httpx2.post(server.url + CHAT, json=SHORT)
+        assert refused.status_code == 400 and "no such grammar" in refused.json()["error"]["message"]
+        assert httpx2.get(server.url + "/health").status_code == 200
+        engine.error = refusal("vllm", 500, '{"error": {"message": "died"}}')
+        assert httpx2.post(server.url + CHAT, json=SHORT).status_code == 500
+        assert httpx2.get(server.url + "/health").status_code == 503
 
 
 def test_metrics_count_what_happened(tiny_model_dir: Path, serving_backend: Any) -> None:

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from swift.core.errors import SwiftError
+from swift.core.errors import SwiftError, UsageError
 from swift.inference.backends.base import ModelInfo
 from swift.inference.requests import Request, SamplingParams, Update
+
+_REQUEST_AT_FAULT = frozenset({400, 413, 422})
 
 
 @dataclass(frozen=True)
@@ -93,10 +95,11 @@ def seed_number(params: SamplingParams) -> int:
 
 
 def refusal(name: str, status: int, text: str) -> SwiftError:
-    """What a server said in an error body."""
+    """What a server said in an error body: a UsageError where the request is at fault."""
     try:
         body = json.loads(text)
         said = body["error"]["message"] if isinstance(body.get("error"), dict) else body["message"]
     except (ValueError, KeyError, TypeError, AttributeError):
         said = text.strip()[:300]
-    return SwiftError(f"{name} answered {status}: {said}")
+    kind = UsageError if status in _REQUEST_AT_FAULT else SwiftError
+    return kind(f"{name} answered {status}: {said}")

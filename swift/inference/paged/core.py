@@ -188,7 +188,7 @@ class EngineCore:
     def _give_one_up(self) -> None:
         """Nobody can go on: those who have blocks wait for others of their search, for whom there are none."""
         last = max((self._sequences[name][0] for name in self._sequences), key=Sequence.order)
-        reason = SwiftError(
+        reason = UsageError(
             "the KV cache is too small for this request's beams",
             fix="fewer --num_beams, a shorter answer, or more --kv_cache_gib",
         )
