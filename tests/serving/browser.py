@@ -118,7 +118,7 @@ class Browser:
         assert "exceptionDetails" not in said, said["exceptionDetails"]
         return said["result"].get("value")
 
-    def wait(self, expression: str, limit_s: float = 30.0) -> Any:
+    def wait(self, expression: str, limit_s: float = 120.0) -> Any:
         """The value of an expression once it holds."""
         end = time.monotonic() + limit_s
         while not (value := self.js(expression)):
