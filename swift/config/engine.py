@@ -9,7 +9,7 @@ from swift.config.fields import setting
 
 InferBackend = Literal["auto", "swift", "transformers", "vllm", "sglang", "lmdeploy", "llamacpp", "openvino"]
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16"]
-WeightFormat = Literal["auto", "bfloat16"]
+WeightFormat = Literal["auto", "bfloat16", "int8"]
 
 
 @dataclass
@@ -29,6 +29,15 @@ class EngineConfig:
         help="further words for the engine's command line, for example: --engine_args=--gpu-memory-utilization=0.8",
         factory=list,
     )
+    enable_lora: bool = setting(
+        False,
+        help="let vllm be ready for adapters that are loaded later, which costs it memory and speed; it is where an "
+        "adapter is given, and swift always is",
+        aliases=("vllm_enable_lora",),
+    )
+    max_lora_rank: int = setting(
+        64, help="highest rank of adapters that are loaded later (vllm)", aliases=("vllm_max_lora_rank",)
+    )
     max_batch_size: int = setting(
         32, help="requests computed together at most", aliases=("max_num_seqs", "vllm_max_num_seqs")
     )
@@ -44,7 +53,9 @@ class EngineConfig:
         True, help="prompts that begin alike are computed once", aliases=("vllm_enable_prefix_caching",)
     )
     weight_format: WeightFormat = setting(
-        "auto", help="how linear layers are held and multiplied on a CPU; auto: exact, as the model's dtype says"
+        "auto",
+        help="how weights of linear layers are held on a CPU; auto: as they are; fewer bits are read faster, and "
+        "multiplied in fp32",
     )
     tensor_parallel_size: int = setting(
         1, help="processes that each hold a share of every matrix; swift deploy starts them, for models that don't fit"

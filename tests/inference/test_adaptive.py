@@ -100,6 +100,11 @@ def undecided(folder: Path, tmp_path: Path, **flags: Any) -> Prepared:
     )
 
 
+@pytest.fixture(autouse=True)
+def only_whole_weights(monkeypatch):
+    monkeypatch.setattr("swift.inference.adaptive.adapt.has_products", lambda: False)
+
+
 def report(tmp_path: Path) -> dict[str, Any]:
     return json.loads((tmp_path / "report.json").read_text())
 

@@ -13,8 +13,8 @@ from swift.inference.adaptive.candidates import Wanted, candidates, declared_exi
 
 
 def wanted(**changes: Any) -> Wanted:
-    settings: dict[str, Any] = {"device": "cpu", "bf16": True, "dtype": "float32", "dtype_given": False}
-    return Wanted(**{**settings, "num_layers": 8, **changes})
+    settings: dict[str, Any] = {"device": "cpu", "bf16": True, "fewer_bits": True, "dtype": "float32"}
+    return Wanted(**{**settings, "dtype_given": False, "num_layers": 8, **changes})
 
 
 def names(**changes: Any) -> list[str]:
@@ -29,12 +29,16 @@ def test_precisions_of_a_cpu() -> None:
     assert names() == [
         "float32",
         "float32, bfloat16 KV",
-        "float32, bfloat16 products",
-        "float32, bfloat16 products, bfloat16 KV",
+        "float32, bfloat16 weights",
+        "float32, bfloat16 weights, bfloat16 KV",
+        "float32, int8 weights",
+        "float32, int8 weights, bfloat16 KV",
         "bfloat16",
     ]
     assert exact() == ["float32"]
-    assert names(bf16=False) == ["float32", "float32, bfloat16 KV"]
+    assert names(bf16=False, fewer_bits=False) == ["float32", "float32, bfloat16 KV"]
+    assert names(fewer_bits=False) == ["float32", "float32, bfloat16 KV", "bfloat16"]
+    assert names(bf16=False) == names()[:-1]
 
 
 def test_precisions_of_an_accelerator() -> None:
@@ -44,18 +48,24 @@ def test_precisions_of_an_accelerator() -> None:
 
 
 def test_what_was_asked_for_is_not_varied() -> None:
-    assert names(dtype_given=True)[-1] == "float32, bfloat16 products, bfloat16 KV"
+    assert names(dtype_given=True)[-1] == "float32, int8 weights, bfloat16 KV"
     assert names(dtype="bfloat16", dtype_given=True) == ["bfloat16"]
     assert names(device="cuda", dtype="float16", dtype_given=True) == ["float16"]
     assert {way.kv_cache_dtype for way in candidates(wanted(kv_cache_dtype="float16"))} == {"float16"}
     given = candidates(wanted(weight_format="bfloat16"))
     assert {way.weight_format for way in given} == {"bfloat16"}
-    assert [way.name for way in given if way.exact] == ["float32, bfloat16 products"]
+    assert [way.name for way in given if way.exact] == ["float32, bfloat16 weights"]
 
 
 def test_fewer_layers_and_smaller_models_come_last() -> None:
     found = candidates(
-        wanted(bf16=False, exits=(6, 4), skips=("last:2", "3,1", "last:1"), siblings=(Path("/m/half"), Path("/m/tiny")))
+        wanted(
+            bf16=False,
+            fewer_bits=False,
+            exits=(6, 4),
+            skips=("last:2", "3,1", "last:1"),
+            siblings=(Path("/m/half"), Path("/m/tiny")),
+        )
     )
     assert [(way.name, way.skip_layers, way.model) for way in found[2:]] == [
         ("without layer 7, float32", (7,), None),

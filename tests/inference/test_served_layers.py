@@ -15,8 +15,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from swift.core.errors import ModelError, UsageError
+from swift.inference.paged import linear
 from swift.inference.paged.adapters import AdapterSlots
-from swift.inference.paged.linear import MIN_ROWS, ServedLinear, multiply, pack, serve_linears
+from swift.inference.paged.linear import MIN_ROWS, Panels, Reordered, ServedLinear, _can_reorder, serve_linears
 from swift.inference.paged.weights import ServedWeights
 from swift.inference.requests import Request, SamplingParams
 
@@ -41,20 +42,73 @@ def adapted(folder: Path, prompt: list[int], new: int) -> list[int]:
     return generated(peft.PeftModel.from_pretrained(build("llama"), str(folder)).eval(), prompt, new, eos_token_id=None)
 
 
+SIZES = [(64, 97), (17, 33), (576, 192), (8, 5), (2050, 49)]
+
+
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize("size", SIZES)
+def test_products_are_exact_and_a_rows_bits_dont_depend_on_how_many_rows_there_are(held, size):
+    weight, x = torch.randn(size[1], size[0]), torch.randn(300, size[0])
+    whole = Panels(weight, held)(x)
+    factors = weight.abs().amax(1, keepdim=True).double() / 127
+    kept = (weight / factors).round() * factors if held == torch.int8 else weight.to(held).double()
+    assert torch.allclose(whole.double(), x.double() @ kept.t(), atol=1e-3 * size[0] ** 0.5, rtol=1e-5)
+    assert_rows_alone(Panels(weight, held), x, whole)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [(64, 97), (17, 33), (576, 192), (8, 5)])
-def test_a_rows_bits_dont_depend_on_how_many_rows_there_are(dtype, size):
-    weight = torch.randn(size[1], size[0]).to(dtype)
-    packed = pack(weight)
-    if packed is None:
-        pytest.skip(f"no packed products of {dtype} on this machine")
-    bias, x = torch.randn(size[1]).to(dtype), torch.randn(300, size[0]).to(dtype)
-    whole = multiply(x, packed, bias)
-    tolerance = 1e-4 if dtype == torch.float32 else 0.3
-    assert torch.allclose(whole.float(), x.float() @ weight.float().t() + bias.float(), atol=tolerance, rtol=0.02)
+@pytest.mark.parametrize("size", SIZES)
+def test_reordered_products_too(dtype, size):
+    if not _can_reorder(dtype):
+        pytest.skip(f"oneDNN has no products of {dtype} on this machine")
+    weight, x = torch.randn(size[1], size[0]).to(dtype), torch.randn(300, size[0]).to(dtype)
+    whole = Reordered(weight)(x)
+    tolerance = 1e-3 if dtype == torch.float32 else 0.5
+    assert torch.allclose(whole.float(), x.float() @ weight.float().t(), atol=tolerance, rtol=0.02)
+    assert_rows_alone(Reordered(weight), x, whole)
+
+
+def assert_rows_alone(packed, x, whole):
     for rows in (1, 2, 3, MIN_ROWS, 5, 16, 31, 64, 299):
-        assert torch.equal(multiply(x[:rows], packed, bias), whole[:rows])
-        assert torch.equal(multiply(x[300 - rows :], packed, bias), whole[300 - rows :])
+        assert torch.equal(packed(x[:rows]), whole[:rows])
+        assert torch.equal(packed(x[300 - rows :]), whole[300 - rows :])
+
+
+def test_threads_change_no_bit():
+    weight, x = torch.randn(5000, 700), torch.randn(9, 700)
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(Panels(weight, torch.float32)(x))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+def test_rows_of_any_shape_and_type():
+    weight, x = torch.randn(50, 40), torch.randn(2, 3, 40)
+    packed = Panels(weight, torch.float32)
+    flat = packed(x.view(6, 40))
+    assert torch.equal(packed(x), flat.view(2, 3, 50))
+    assert torch.equal(packed(x.transpose(0, 1)), flat.view(2, 3, 50).transpose(0, 1))
+    assert torch.equal(packed(x[:, :0]), torch.empty(2, 0, 50))
+    half = Panels(weight.bfloat16(), torch.bfloat16)(x.bfloat16())
+    assert half.dtype == torch.bfloat16
+    assert torch.allclose(half.float(), x.bfloat16().float() @ weight.bfloat16().float().t(), atol=0.3)
+
+
+def test_what_isnt_finite_stays_in_its_row():
+    weight, x = torch.randn(50, 40), torch.randn(9, 40)
+    packed = Panels(weight, torch.float32)
+    whole = packed(x)
+    x[3, 7] = float("nan")
+    x[5, 0] = float("inf")
+    found = packed(x)
+    assert found[3].isnan().all() and not found[5].isfinite().any()
+    others = [0, 1, 2, 4, 6, 7, 8]
+    assert torch.equal(found[others], whole[others])
 
 
 def test_an_owned_models_matrices_are_held_once():
@@ -81,21 +135,38 @@ def test_an_owned_models_file_isnt_held_in_memory(tmp_path):
     assert str(tmp_path) not in maps.read_text()
 
 
-def test_bfloat16_weights_round_and_nothing_else():
-    if pack(torch.zeros(8, 8, dtype=torch.bfloat16)) is None:
-        pytest.skip("this processor has no bfloat16 products")
+@pytest.mark.parametrize(("format", "most"), [("bfloat16", 0.02), ("int8", 0.05)])
+def test_weights_of_fewer_bits_round_and_nothing_else(format, most):
     model, plain = build("qwen2-bias"), build("qwen2-bias")
-    serve_linears(model, weight_format="bfloat16")
+    serve_linears(model, weight_format=format)
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         rounded, exact = model(ids).logits[0], plain(ids).logits[0]
         layer = model.model.layers[0].self_attn.q_proj
         other = plain.model.layers[0].self_attn.q_proj
         x = torch.randn(6, 64)
-        wanted = x.bfloat16().float() @ other.weight.bfloat16().float().t()
-        assert torch.allclose(layer(x), wanted.bfloat16().float() + other.bias, atol=0.01)
+        factors = other.weight.abs().amax(1, keepdim=True) / 127
+        kept = other.weight.bfloat16().float() if format == "bfloat16" else (other.weight / factors).round() * factors
+        assert torch.allclose(layer(x), x @ kept.t() + other.bias, atol=1e-5)
     assert rounded.dtype == torch.float32
-    assert 0 < float((rounded - exact).norm() / exact.norm()) < 0.02
+    assert 0 < float((rounded - exact).norm() / exact.norm()) < most
+
+
+def test_fewer_bits_need_compiled_loops(monkeypatch):
+    monkeypatch.setattr(linear, "has_products", lambda: False)
+    with pytest.raises(UsageError, match="compiled loops"):
+        serve_linears(build("llama"), weight_format="int8")
+
+
+def test_without_compiled_loops_answers_are_the_same_tokens(monkeypatch, tokenizer):
+    wanted = generated(build("llama"), list(range(3, 30)), 16, eos_token_id=None)
+    monkeypatch.setattr(linear, "has_products", lambda: False)
+    backend = engine("llama", tokenizer)
+    try:
+        (answer,) = ask(backend, Request("r", list(range(3, 30)), GREEDY))
+        assert answer.tokens == wanted
+    finally:
+        backend.close()
 
 
 def test_layers_of_other_classes_stay():

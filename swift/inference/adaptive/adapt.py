@@ -34,6 +34,7 @@ from swift.inference.adaptive.store import check_report, key_of, store, stored
 from swift.inference.backends.base import Backend
 from swift.inference.backends.choose import running_backend
 from swift.inference.inputs import Inputs
+from swift.inference.paged.linear import has_products
 from swift.models.hub import resolve_model
 from swift.models.loading import load_configuration, load_tokenizer
 from swift.models.smollm2 import cache_folder
@@ -145,6 +146,7 @@ def _wanted(prepared: Prepared) -> Wanted:
     return Wanted(
         device=prepared.device.type,
         bf16=prepared.device.bf16,
+        fewer_bits=has_products(),
         dtype=_NAMES[prepared.dtype],
         dtype_given=config.torch_dtype is not None,
         num_layers=own.get_text_config(decoder=True).num_hidden_layers,

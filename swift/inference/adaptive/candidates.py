@@ -47,6 +47,7 @@ class Wanted:
     Attributes:
         device: type of the device, `cpu` or another.
         bf16: whether it multiplies bfloat16 in hardware.
+        fewer_bits: whether weights can be held in fewer bits than they are multiplied in (`linear.has_products`).
         dtype: of the weights in a run without `--adaptive`.
         dtype_given: by a flag, so that it isn't varied.
         weight_format, kv_cache_dtype: as in `EngineConfig`; anything but `auto` isn't varied.
@@ -58,6 +59,7 @@ class Wanted:
 
     device: str
     bf16: bool
+    fewer_bits: bool
     dtype: DtypeName
     dtype_given: bool
     num_layers: int
@@ -105,14 +107,14 @@ def _precisions(wanted: Wanted) -> Iterator[Candidate]:
     if wanted.device != "cpu":
         if not wanted.dtype_given and wanted.dtype != "float32":
             weights.insert(0, ("float32", wanted.weight_format))
-    elif wanted.bf16 and wanted.dtype == "float32":
-        if wanted.weight_format == "auto":
-            weights.append(("float32", "bfloat16"))
-        if not wanted.dtype_given:
+    elif wanted.dtype == "float32":
+        if wanted.weight_format == "auto" and wanted.fewer_bits:
+            weights += [("float32", "bfloat16"), ("float32", "int8")]
+        if wanted.bf16 and not wanted.dtype_given:
             weights.append(("bfloat16", wanted.weight_format))
     for dtype, weight_format in weights:
         exact = weights.index((dtype, weight_format)) <= weights.index(usual)
-        name = dtype if weight_format == "auto" else f"{dtype}, {weight_format} products"
+        name = dtype if weight_format == "auto" else f"{dtype}, {weight_format} weights"
         yield Candidate(name, dtype, weight_format, wanted.kv_cache_dtype, exact)
         if wanted.kv_cache_dtype == "auto" and dtype == "float32":
             yield Candidate(f"{name}, bfloat16 KV", dtype, weight_format, "bfloat16")

@@ -147,9 +147,8 @@ class SwiftBackend:
         runner.follow()
 
     def _prove(self) -> None:
-        rounded = self._config.weight_format == "bfloat16"
         for served in self._served:
-            prove_paged(served.model, served.shapes, precision=torch.bfloat16 if rounded else None)
+            prove_paged(served.model, served.shapes)
 
     def close(self) -> None:
         self._finalizer()

@@ -10,8 +10,6 @@ beyond the interface's arguments; `fit.prove_paged` checks a model before it is 
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -25,6 +23,7 @@ from swift.core.errors import ModelError
 from swift.data.compiled import has_numba
 from swift.inference.paged.cache import array_of
 from swift.inference.paged.step import Step, current_step
+from swift.inference.paged.threads import pool
 
 PAGED = "paged"
 
@@ -79,20 +78,6 @@ def _compiled() -> bool:
     return has_numba()
 
 
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="attention")
-
-
-def _forget_threads() -> None:
-    """A forked child has none of its parent's threads."""
-    _pool.cache_clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_threads)
-
-
 def _with_kernels(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -123,7 +108,7 @@ def _with_kernels(
         kernels.write_and_attend(*written, *arguments, parts[0])
         return output.to(query.dtype)
     kernels.write(*cache[:2], *written)
-    others = [_pool(len(parts) - 1).submit(kernels.attend, *arguments, part) for part in parts[1:]]
+    others = [pool(len(parts) - 1).submit(kernels.attend, *arguments, part) for part in parts[1:]]
     kernels.attend(*arguments, parts[0])
     for other in others:
         other.result()

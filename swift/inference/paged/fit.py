@@ -67,7 +67,7 @@ def layer_shapes(model: PreTrainedModel) -> dict[int, LayerShape]:
 
 
 @torch.no_grad()
-def prove_paged(model: PreTrainedModel, shapes: dict[int, LayerShape], *, precision: torch.dtype | None = None) -> None:
+def prove_paged(model: PreTrainedModel, shapes: dict[int, LayerShape]) -> None:
     """Check hidden states through a paged cache against the model's own, on random tokens.
 
     Two requests are computed in turns: their prompts in pieces, then single tokens, in blocks that lie in no order.
@@ -75,7 +75,6 @@ def prove_paged(model: PreTrainedModel, shapes: dict[int, LayerShape], *, precis
     Args:
         model: its attention implementation is `paged`.
         shapes: see `layer_shapes`.
-        precision: of the products, where they are less precise than the model's type says.
 
     Raises:
         ModelError: they differ by more than rounding, or the model can't be run that way at all.
@@ -117,7 +116,7 @@ def prove_paged(model: PreTrainedModel, shapes: dict[int, LayerShape], *, precis
     except (RuntimeError, TypeError) as error:  # kernels and signatures refuse in their own ways
         raise _unproven(model, f"it can't be run in steps: {' '.join(str(error).split())[:300]}") from error
     difference = float((ours - reference).float().norm() / reference.float().norm())
-    if not difference <= max(_TOLERANCE[reference.dtype], _TOLERANCE[precision or reference.dtype]):
+    if not difference <= _TOLERANCE[reference.dtype]:
         raise _unproven(model, f"steps over a paged cache give other hidden states (relative {difference:.1e})")
 
 

@@ -1,61 +1,63 @@
 """Linear layers as the engine multiplies by them: weights packed once, and each request's adapter added to its rows.
 
-On a CPU oneDNN multiplies by weights that were laid out for it: up to 1.9 times as fast as plain products at the sizes
-of a step, and with them a row's result is the same, bit for bit, for any number of rows but one. So fewer than
-`MIN_ROWS` rows are filled up. Elsewhere products stay as they are.
+On a CPU weights are laid out for products of few rows: by our own loops where numba is installed (`products`), else by
+oneDNN. With both a row's result is the same, bit for bit, whatever is computed beside it. Elsewhere products stay as
+they are.
 
 Layers are found by their class alone, and get a class of their own, so the model isn't rewritten and can be restored.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from swift.core.errors import UsageError
+from swift.data.compiled import has_numba
 from swift.inference.paged.step import current_step
+from swift.inference.paged.threads import pool, shares
 
-# fewer rows take other kernels, whose additions have another order
+# fewer rows take other kernels of oneDNN, whose additions have another order
 MIN_ROWS = 4
-# rows that the layout is chosen for; from 8 up all choices are the same one
-_PACKED_FOR = 32
-_PACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# rows that oneDNN's layout is chosen for; from 8 up all choices are the same one
+_REORDERED_FOR = 32
+_AS_NUMPY = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+_HELD = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 
 class ServedLinear(nn.Linear):
     """A linear layer of an engine's model. Made by `serve_linears`, never directly.
 
     Attributes:
-        packed: the weight in oneDNN's layout; None where plain products are used, or while it is let go of.
+        packed: the weight laid out for products; None where plain ones are used, or while it is let go of.
         packs: whether it multiplies by a packed weight.
-        format: the packed weight's type; what comes in is rounded to it, what goes out is the model's type again.
+        held: as what that one is kept. What comes in and goes out is of the model's type.
         deltas: of each adapter's slot that changes this layer.
     """
 
-    packed: torch.Tensor | None
+    packed: Packed | None
     packs: bool
-    format: torch.dtype
+    held: torch.dtype
     deltas: dict[int, LowRank]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
-        output = super().forward(x) if self.packed is None else self._multiply(x, self.packed)
+        if self.packed is None:
+            output = super().forward(x)
+        else:
+            output = self.packed(x)
+            output = output if self.bias is None else output + self.bias
         if self.deltas:
             self._add_deltas(x, output)
         return output
 
-    def _multiply(self, x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-        if x.dtype == self.format:
-            return multiply(x, packed, self.bias)
-        output = multiply(x.to(self.format), packed, None).to(x.dtype)
-        return output if self.bias is None else output + self.bias
-
     def replace(self, weight: torch.Tensor) -> None:
         """Take another weight, [out, in]."""
         if self.packs:
-            self.packed = pack(weight.to(self.format))
+            self.packed = pack(weight, self.held)
         if self.weight.device.type != "meta":
             self.weight.data.copy_(weight)
         elif not self.packs:
@@ -95,28 +97,100 @@ class LowRank:
         """[rows, in] -> [rows, out]."""
         down, up = self._packed
         if down is not None and up is not None:
-            return multiply(multiply(x, down, None), up, None)
+            return up(down(x))
         assert self._plain is not None
-        down, up = self._plain
-        return x @ down.t() @ up.t()
+        down_plain, up_plain = self._plain
+        return x @ down_plain.t() @ up_plain.t()
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor | None:
-    """A weight [out, in] in oneDNN's layout, or None where there is no such thing."""
-    if weight.device.type != "cpu" or weight.dtype not in _PACKED_DTYPES or not _has_packing(weight.dtype):
+class Packed(Protocol):
+    """A weight laid out for products, and what multiplies by it."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]; a row's result doesn't depend on how many there are."""
+        ...
+
+
+class Panels:
+    """A weight as our own compiled loops read it (`products`).
+
+    Args:
+        weight: [out, in], on a CPU.
+        held: as what it is kept: fp32, bfloat16, float16, or int8 with a factor for each of its rows.
+    """
+
+    def __init__(self, weight: torch.Tensor, held: torch.dtype) -> None:
+        from swift.inference.paged.products import WIDTH
+
+        self._columns, size = weight.shape
+        self._factors = None
+        if held == torch.int8:
+            largest = weight.float().abs().amax(1).clamp_(min=torch.finfo(torch.float32).tiny)
+            self._factors = largest / 127
+            weight = (weight.float() / self._factors[:, None]).round_()
+        count = -(-self._columns // WIDTH)
+        filled = torch.zeros(count * WIDTH, size, dtype=held)
+        filled[: self._columns] = weight
+        panels = filled.view(count, WIDTH, size).transpose(1, 2).contiguous()
+        self._panels = panels.view(_AS_NUMPY.get(held, held)).numpy()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        from swift.inference.paged.products import product
+
+        rows = x.reshape(-1, x.shape[-1]).float().contiguous()
+        output = torch.empty(len(rows), self._columns)
+        arguments = rows.numpy(), self._panels, output.numpy()
+        parts = shares(len(self._panels), self._panels.size * -(-len(rows) // 8))
+        others = [pool(len(parts) - 1).submit(product, *arguments, part) for part in parts[1:]]
+        product(*arguments, parts[0])
+        for other in others:
+            other.result()
+        if self._factors is not None:
+            output *= self._factors
+        return output.to(x.dtype).view(*x.shape[:-1], self._columns)
+
+
+class Reordered:
+    """A weight in oneDNN's layout: up to 1.9 times as fast as plain products.
+
+    With it a row's result is the same, bit for bit, for any number of rows but few, so these are filled up.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _REORDERED_FOR)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.numel() // x.shape[-1]
+        if rows >= MIN_ROWS:
+            return torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
+        filled = x.new_zeros(MIN_ROWS, x.shape[-1])
+        filled[:rows] = x.view(rows, -1)
+        output = torch.ops.mkldnn._linear_pointwise(filled, self._weight, None, "none", [], "")
+        return output[:rows].view(*x.shape[:-1], -1)
+
+
+def pack(weight: torch.Tensor, held: torch.dtype | None = None) -> Packed | None:
+    """A weight [out, in] laid out for products, or None where there is no such thing.
+
+    Args:
+        held: as what it is kept; default: as it is. Only our own loops can keep it as something else.
+    """
+    if weight.device.type != "cpu":
         return None
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACKED_FOR)
+    held = held or weight.dtype
+    if held in _HELD and has_products():
+        return Panels(weight.detach(), held)
+    return Reordered(weight) if held == weight.dtype and _can_reorder(held) else None
 
 
-def multiply(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [..., in] times a packed weight: [..., out]; a row's result doesn't depend on how many there are."""
-    rows = x.numel() // x.shape[-1]
-    if rows >= MIN_ROWS:
-        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    filled = x.new_zeros(MIN_ROWS, x.shape[-1])
-    filled[:rows] = x.view(rows, -1)
-    output = torch.ops.mkldnn._linear_pointwise(filled, packed, bias, "none", [], "")
-    return output[:rows].view(*x.shape[:-1], -1)
+@cache
+def has_products() -> bool:
+    """Whether our own loops run here: numba is installed, and the processor is one they are written for."""
+    if not has_numba():
+        return False
+    from swift.inference.paged.products import registers
+
+    return registers() is not None
 
 
 def serve_linears(model: nn.Module, *, weight_format: str = "auto", owned: bool = True) -> int:
@@ -131,13 +205,14 @@ def serve_linears(model: nn.Module, *, weight_format: str = "auto", owned: bool 
         how many layers multiply by packed weights.
 
     Raises:
-        UsageError: the format is bfloat16, and this processor has no such products.
+        UsageError: the format isn't the model's own, and there is nothing that multiplies by it.
     """
-    if weight_format == "bfloat16" and not _has_packing(torch.bfloat16):
+    if weight_format != "auto" and not has_products():
         raise UsageError(
-            "this processor doesn't multiply bfloat16 by itself (avx512_bf16 or amx_bf16)",
-            where="--weight_format bfloat16",
-            fix="leave it out",
+            f"weights are held as {weight_format} by compiled loops, which can't be had here"
+            + ("" if has_numba() else ": numba is not installed"),
+            where=f"--weight_format {weight_format}",
+            fix="leave it out" if has_numba() else 'pip install "swift-llm[serve]", or leave it out',
         )
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     elsewhere = _weights_used_elsewhere(model)
@@ -146,8 +221,8 @@ def serve_linears(model: nn.Module, *, weight_format: str = "auto", owned: bool 
         served: Any = module
         served.__class__ = ServedLinear
         served.deltas = {}
-        served.format = torch.bfloat16 if weight_format == "bfloat16" else module.weight.dtype
-        served.packed = pack(module.weight.to(served.format))
+        served.held = module.weight.dtype if weight_format == "auto" else getattr(torch, weight_format)
+        served.packed = pack(module.weight, served.held)
         served.packs = served.packed is not None
         num_packed += served.packs
         if owned and served.packed is not None and id(module.weight) not in elsewhere:
@@ -175,11 +250,11 @@ def _weights_used_elsewhere(model: nn.Module) -> set[int]:
     }
 
 
-def _has_packing(dtype: torch.dtype) -> bool:
+def _can_reorder(dtype: torch.dtype) -> bool:
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
         return False
     if dtype == torch.bfloat16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if dtype == torch.float16:
         return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    return True
+    return dtype == torch.float32
