@@ -141,3 +141,33 @@ def test_beams_that_dont_fit_end_alone(tokenizer):
             backend.submit(Request("r", [5], replace(params, num_beams=64)), lambda update: None)
     finally:
         backend.close()
+
+
+def test_a_beam_that_is_computed_again_isnt_missed(tokenizer, monkeypatch):
+    """Its scores were taken before it lost its blocks, so the search moves on while it is computed once more."""
+    backend = engine("llama", tokenizer)
+    wanted: list[int] = []
+    core = backend._core
+    params = SamplingParams(max_new_tokens=20, num_beams=2, ignore_eos=True)
+    plan = core.scheduler.plan
+    for disturbed in (False, True):
+        answer = Answer()
+        core.add(Request("r", list(range(3, 40)), params), answer.take)
+        core.step()  # the prompt
+        core.step()
+        first, second = core._sequences["r"]
+        if disturbed:
+            monkeypatch.setattr(core.scheduler, "plan", lambda only=second: [p for p in plan() if p.sequence is only])
+            core.step()
+            monkeypatch.undo()
+            core.scheduler._preempt(second)
+            pieces = [piece.sequence for piece in plan()]
+            assert pieces == [first, second]
+            core.scheduler._preempt(second)
+        while core.has_work:
+            core.step()
+        assert answer.last.finish_reason == "length" and len(answer.tokens) == 20
+        wanted = wanted or answer.tokens
+        assert answer.tokens == wanted
+    assert core.scheduler.pool.num_used == 0
+    backend.close()

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,7 +24,6 @@ from swift.inference.paged.adapters import AdapterSlots
 from swift.inference.paged.beam_search import BeamSearch
 from swift.inference.paged.guess import Guesser
 from swift.inference.paged.pace import Pace
-from swift.inference.paged.runner import ModelRunner
 from swift.inference.paged.scheduler import Scheduler
 from swift.inference.paged.sequence import Piece, Sequence
 from swift.inference.requests import FinishReason, Request, Sink, Update
@@ -43,6 +42,14 @@ def tell(sink: Sink, update: Update) -> None:
         log.exception("what takes the answer of request %s failed", update.request_id)
 
 
+class Runs(Protocol):
+    """What computes steps: `ModelRunner`, or another library's way."""
+
+    def run(self, pieces: list[Piece[Sequence]]) -> torch.Tensor: ...
+
+    def copy_block(self, source: int, target: int) -> None: ...
+
+
 @dataclass
 class Parts:
     """What an engine is made of.
@@ -56,7 +63,7 @@ class Parts:
         pace: adapts the limits of steps; None leaves them.
     """
 
-    runner: ModelRunner
+    runner: Runs
     scheduler: Scheduler
     chooser: Chooser
     adapters: AdapterSlots
@@ -172,6 +179,8 @@ class EngineCore:
         answering: list[tuple[Piece[Sequence], torch.Tensor]] = []
         for piece, rows in zip(pieces, logits.split([len(piece.wants) for piece in pieces]), strict=True):
             sequence = piece.sequence
+            if sequence not in self._sequences.get(sequence.request.id, ()):
+                continue  # a beam computed again after it lost its blocks; the search has moved on without it
             if sequence.prompt_logprobs is not None:
                 self._take_prompt_logprobs(piece, rows)
             if piece.start + len(piece.tokens) - piece.num_drafts < len(sequence.tokens):  # the prompt isn't complete
