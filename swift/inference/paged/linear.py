@@ -120,8 +120,9 @@ class Panels:
     """
 
     def __init__(self, weight: torch.Tensor, held: torch.dtype) -> None:
-        from swift.inference.paged.products import WIDTH
+        from swift.inference.paged.products import WIDTH, product
 
+        self._product = product
         self._columns, size = weight.shape
         self._factors = None
         if held == torch.int8:
@@ -135,19 +136,23 @@ class Panels:
         self._panels = panels.view(_AS_NUMPY.get(held, held)).numpy()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        from swift.inference.paged.products import product
-
-        rows = x.reshape(-1, x.shape[-1]).float().contiguous()
-        output = torch.empty(len(rows), self._columns)
-        arguments = rows.numpy(), self._panels, output.numpy()
-        parts = shares(len(self._panels), self._panels.size * -(-len(rows) // 8))
-        others = [pool(len(parts) - 1).submit(product, *arguments, part) for part in parts[1:]]
-        product(*arguments, parts[0])
-        for other in others:
+        given = x
+        if x.dtype != torch.float32:
+            x = x.float()
+        if not x.is_contiguous():
+            x = x.contiguous()
+        output = torch.empty(*x.shape[:-1], self._columns)
+        size = x.shape[-1]
+        rows = x.numel() // size
+        arguments = x.numpy().reshape(rows, size), self._panels, output.numpy().reshape(rows, self._columns)
+        first, *others = shares(len(self._panels), self._panels.size * -(-rows // 8))
+        running = [pool(len(others)).submit(self._product, *arguments, part) for part in others]
+        self._product(*arguments, first)
+        for other in running:
             other.result()
         if self._factors is not None:
             output *= self._factors
-        return output.to(x.dtype).view(*x.shape[:-1], self._columns)
+        return output.to(given.dtype) if given.dtype != torch.float32 else output
 
 
 class Reordered:

@@ -34,5 +34,8 @@ def shares(count: int, work: int) -> list[tuple[int, int]]:
     Args:
         work: numbers read for all of them.
     """
-    threads = max(1, min(torch.get_num_threads(), work // _WORTH_A_THREAD, count))
+    threads = torch.get_num_threads()
+    if threads == 1 or work < 2 * _WORTH_A_THREAD:
+        return [(0, count)]
+    threads = min(threads, work // _WORTH_A_THREAD, count)
     return list(pairwise(count * part // threads for part in range(threads + 1)))
