@@ -25,6 +25,7 @@ from swift.core.extras import check_installed
 from swift.core.network import follow_flags
 from swift.data.rows import TRAIN, VALIDATION
 from swift.data.sources import parse_source, resolve_rows, resolve_sources
+from swift.models.gguf import find_gguf
 from swift.models.hub import check_model_source, is_adapter_folder
 
 
@@ -54,7 +55,8 @@ def precheck(config: Any, *, places: Mapping[str, str] | None = None) -> None:
     elsewhere = isinstance(config, AppConfig) and (config.page.base_url or config.page.share)  # no model is needed
     elsewhere = elsewhere or (isinstance(config, DeployConfig) and bool(config.scale.replica_urls))
     if named and not dry and not elsewhere:
-        problems += _raised(where, "model", check_model_source, config.model)
+        gguf = hasattr(config, "engine") and config.engine.infer_backend == "llamacpp" and not config.engine.engine_url
+        problems += _raised(where, "model", find_gguf if gguf else check_model_source, config.model)
     if hasattr(config, "data") and not dry:
         problems += _data_faults(where, config.data)
     if "RANK" not in os.environ and (hasattr(config, "training") or hasattr(config, "infer")):

@@ -149,7 +149,8 @@ def fill_from_checkpoint(cls: type, resolved: Resolved) -> None:
             return
         folders = [*values.get("adapters", []), *([values["model"]] if values.get("model") else [])]
         wanted = set(_MODEL_AND_TEMPLATE) | (set(_DATA) if values.get("load_data_args") else set())
-        for folder in filter(find_saved, map(Path, folders)):
+        paths = [Path(name).parent if name.endswith(".gguf") else Path(name) for name in folders]
+        for folder in filter(find_saved, paths):
             if (folder / "chat_template.jinja").is_file():  # its own copy; the file it came from may be gone
                 wanted.discard("template")
             if not (folder / "adapter_config.json").is_file():

@@ -25,6 +25,7 @@ from swift.inference.heads import Judge, make_judge, served_task
 from swift.inference.scoring import Scorer
 from swift.inference.warmup import warm_up
 from swift.models.adapters import Swift, read_adapter_config
+from swift.models.gguf import find_gguf, gguf_folder
 from swift.models.hub import TOKENIZER_FILES, resolve_model
 from swift.models.kinds import CAUSAL_LM, Task, fresh_words
 from swift.models.loading import load_model, load_tokenizer
@@ -37,7 +38,7 @@ log = get_logger("inference")
 
 _QUEUED = 4  # batches that the backend is given at a time: it may sort them, and is never out of work
 _AHEAD = 4  # as many times that number of prompts are begun beyond a long answer; what a kill can lose
-_IDENTITY_SUFFIXES = (".json", ".safetensors", ".bin", ".jinja", ".model", ".txt")
+_IDENTITY_SUFFIXES = (".json", ".safetensors", ".bin", ".gguf", ".jinja", ".model", ".txt")
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ def prepare(config: InferConfig) -> Prepared:
     config = filled(config)
     device = choose_device(config.infer.device)
     adapter = _adapter_folder(config)
-    base = resolve_model(config.model)
+    base = _base_folder(config)
     source = adapter if adapter is not None and _has_tokenizer(adapter) else base
     tokenizer = load_tokenizer(source, config.model)
     dtype = choose_dtype(config.model.torch_dtype, device)
@@ -268,6 +269,14 @@ def prepare(config: InferConfig) -> Prepared:
         )
     judge = make_judge(config, *task, tokenizer, adapter or base)
     return Prepared(config, base, adapter, tokenizer, judge.encoder, device, dtype, judge)
+
+
+def _base_folder(config: InferConfig) -> Path:
+    """The folder of the base model; of a GGUF file, one with its tokenizer and configuration."""
+    engine, name = config.engine, config.model.model or ""
+    if engine.infer_backend == "llamacpp" and (engine.engine_url is None or name.endswith(".gguf")):
+        return gguf_folder(find_gguf(config.model))
+    return resolve_model(config.model)
 
 
 def choose_device(wanted: str) -> Device:

@@ -38,6 +38,10 @@ Reader = Callable[[dict[str, Any]], Iterable[Update]]
 """Takes the JSON objects of one answer's stream in their order."""
 
 
+class Enough(Exception):
+    """Raised by a reader behind an answer's last update, where the server would go on: the connection is closed."""
+
+
 class Dialect(Protocol):
     """How one kind of server is spoken to.
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 _OWN_SERVERS = {
     "sglang": "python -m sglang.launch_server --model-path FOLDER",
     "lmdeploy": "lmdeploy serve api_server FOLDER",
-    "llamacpp": "llama-server -m FILE.gguf",
 }
 
 
@@ -29,6 +28,10 @@ def external(prepared: Prepared) -> Backend:
         from swift.inference.backends.vllm import VLLM
 
         return served_backend(VLLM, prepared)
+    if name == "llamacpp":
+        from swift.inference.backends.llamacpp import llamacpp_backend
+
+        return llamacpp_backend(prepared)
     own = f", or run the model by `{_OWN_SERVERS[name]}` in its own environment" if name in _OWN_SERVERS else ""
     raise UsageError(
         f"swift doesn't drive {name} yet",

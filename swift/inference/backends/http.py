@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from swift.core.errors import ModelError, SwiftError, UsageError
 from swift.core.extras import require
 from swift.inference.backends.base import EngineStats, Feature, ModelInfo
-from swift.inference.backends.dialect import Call, Dialect, refusal
+from swift.inference.backends.dialect import Call, Dialect, Enough, refusal
 from swift.inference.backends.prompt import check_prompt
 from swift.inference.backends.weight_files import Shapes, write_weights
 from swift.inference.choosing.checks import check_params
@@ -63,6 +63,7 @@ class HttpBackend:
         stop: what `close` does in the end.
         shapes: of the model's parameters by name, to check new weights against; needed for `weight_update`.
         adapter: name and folder of an adapter that `start` loads and that requests go to unless they name another.
+        most_adapters: how many the server may hold together; None: any number.
 
     What such a server has no way to do is refused by name.
     """
@@ -77,6 +78,7 @@ class HttpBackend:
         stop: Callable[[], None] = lambda: None,
         shapes: Callable[[], Shapes] | None = None,
         adapter: tuple[str, Path] | None = None,
+        most_adapters: int | None = None,
     ) -> None:
         self.name = name
         self._make_endpoint = endpoint
@@ -85,6 +87,7 @@ class HttpBackend:
         self._stop = stop
         self._shapes = shapes
         self._usual_adapter = adapter
+        self._most_adapters = most_adapters
         self._endpoint: Endpoint | None = None
         self._session: Any = None
         self._http: Any = None
@@ -189,6 +192,8 @@ class HttpBackend:
         self._require("adapters")
         if name in self._adapters:
             raise UsageError(f"there is an adapter {name} already", fix="unload it first, or take another name")
+        if len(self._adapters) == self._most_adapters:
+            raise UsageError(f"{self.name} holds {self._most_adapters} adapters here at most", fix="unload one first")
         try:
             self._call(self._tell(self._dialect.load_adapter(name, folder)))
         except SwiftError as error:
@@ -213,7 +218,13 @@ class HttpBackend:
                     f"{len(missing)} weights were let go of and not given back, {missing[0]} among them",
                     fix="update_weights() with all of them",
                 )
-            self._order(self._dialect.update_weights(Path(folder)))
+            try:
+                self._order(self._dialect.update_weights(Path(folder)))
+            except ModelError:  # nothing was replaced
+                raise
+            except SwiftError:  # nobody knows how far it came
+                self._forgotten = True
+                raise
         self._forgotten = False
 
     def sleep(self, level: int = 1) -> None:
@@ -292,6 +303,8 @@ class HttpBackend:
                 raise SwiftError(f"{self.name} doesn't answer: {type(error).__name__}: {error}") from error
             if answer.status != 200 or _says_no(text):
                 raise refusal(self.name, answer.status, text)
+            if said := _said_by_a_worker(text):
+                raise ModelError(said)
 
     async def _end(self) -> None:
         for task in list(self._tasks.values()):
@@ -343,14 +356,15 @@ class HttpBackend:
         async with self._session.post(f"{self._endpoint.url}{call.path}", json=call.body, params=call.query) as answer:
             if answer.status != 200:
                 raise refusal(self.name, answer.status, await answer.text())
-            async for line in _lines(answer.content):
-                if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
-                    continue
-                chunk = json.loads(line[5:])
+            async for event in _events(answer):
+                chunk = json.loads(event)
                 if "error" in chunk:
-                    raise refusal(self.name, 200, line[5:].decode())
-                for update in read(chunk):
-                    yield update
+                    raise refusal(self.name, 200, event.decode())
+                try:
+                    for update in read(chunk):
+                        yield update
+                except Enough:
+                    return
 
 
 _WORDS: Mapping[Feature, str] = {"adapters": "adapters by request", "weight_update": "weights that change"}
@@ -362,6 +376,25 @@ def _says_no(text: str) -> bool:
         return json.loads(text).get("success") is False
     except (ValueError, AttributeError):
         return False
+
+
+def _said_by_a_worker(text: str) -> str | None:
+    """Why a worker of the server refused an order, which is then as if it had not been given; None: it did it."""
+    try:
+        results = json.loads(text)["results"]
+        return next((str(each["message"]) for each in results if each["success"] is False), None)
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+async def _events(answer: Any) -> AsyncIterator[bytes]:
+    """The JSON objects of an answer: its events, or the whole at once where it is no stream."""
+    if answer.content_type == "application/json":
+        yield await answer.read()
+        return
+    async for line in _lines(answer.content):
+        if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
+            yield line[5:]
 
 
 async def _lines(content: Any) -> AsyncIterator[bytes]:

@@ -1,0 +1,1 @@
+"""llama.cpp as what computes our engine's steps."""
