@@ -10,7 +10,7 @@ from swift.inference.backends.choose import make_backend
 from swift.inference.loading import prepare
 
 
-@pytest.mark.parametrize("name", ["sglang", "lmdeploy", "openvino"])
+@pytest.mark.parametrize("name", ["openvino"])
 def test_an_engine_that_is_not_driven_is_refused_by_name(tiny_model_dir, name):
     config = InferConfig()
     config.model.model = str(tiny_model_dir)

@@ -10,11 +10,6 @@ if TYPE_CHECKING:
     from swift.inference.backends.base import Backend
     from swift.inference.loading import Prepared
 
-_OWN_SERVERS = {
-    "sglang": "python -m sglang.launch_server --model-path FOLDER",
-    "lmdeploy": "lmdeploy serve api_server FOLDER",
-}
-
 
 def external(prepared: Prepared) -> Backend:
     """The engine that `--infer_backend` names; it isn't started yet.
@@ -32,9 +27,16 @@ def external(prepared: Prepared) -> Backend:
         from swift.inference.backends.llamacpp import llamacpp_backend
 
         return llamacpp_backend(prepared)
-    own = f", or run the model by `{_OWN_SERVERS[name]}` in its own environment" if name in _OWN_SERVERS else ""
+    if name == "sglang":
+        from swift.inference.backends.sglang import sglang_backend
+
+        return sglang_backend(prepared)
+    if name == "lmdeploy":
+        from swift.inference.backends.lmdeploy import lmdeploy_backend
+
+        return lmdeploy_backend(prepared)
     raise UsageError(
         f"swift doesn't drive {name} yet",
         where=f"--infer_backend {name}",
-        fix=f"--infer_backend swift or transformers{own}",
+        fix="--infer_backend swift or transformers",
     )
