@@ -20,8 +20,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from swift.core.errors import ModelError
-from swift.data.compiled import has_numba
 from swift.inference.paged.cache import array_of
+from swift.inference.paged.linear import has_products
 from swift.inference.paged.step import Step, current_step
 from swift.inference.paged.threads import pool
 
@@ -75,7 +75,7 @@ AttentionMaskInterface.register(PAGED, _no_mask)
 
 @cache
 def _compiled() -> bool:
-    return has_numba()
+    return has_products()
 
 
 def _with_kernels(
@@ -107,7 +107,7 @@ def _with_kernels(
     if len(parts) == 1:
         kernels.write_and_attend(*written, *arguments, parts[0])
         return output.to(query.dtype)
-    kernels.write(*cache[:2], *written)
+    kernels.write(*cache, *written)
     others = [pool(len(parts) - 1).submit(kernels.attend, *arguments, part) for part in parts[1:]]
     kernels.attend(*arguments, parts[0])
     for other in others:

@@ -36,7 +36,7 @@ class KVCache:
             over key_dim of vectors of block_size numbers.
         values: of each layer, [blocks, heads, block_size, value_dim].
         arrays: of each layer, for compiled loops (`kernels`): both as numpy arrays that share their memory, bfloat16 as
-            uint16, and for each an eighth of its last dimension, as a tuple of that length. Empty where they can't.
+            uint16. Empty where they can't.
         place: layer number as the model counts -> which of them.
     """
 
@@ -58,10 +58,7 @@ class KVCache:
         self.values = [_storage((blocks, s.heads, block_size, s.value_dim), dtype, device) for s in shapes]
         self.arrays = []
         if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
-            self.arrays = [
-                (array_of(k), array_of(v), (0,) * (block_size // 8), (0,) * (v.shape[3] // 8))
-                for k, v in zip(self.keys, self.values, strict=True)
-            ]
+            self.arrays = [(array_of(k), array_of(v)) for k, v in zip(self.keys, self.values, strict=True)]
 
     @property
     def filler_slot(self) -> int:

@@ -3,11 +3,8 @@
 Each query row by itself: the scores of its request's keys, their softmax, the sum of values, always added in an order
 that follows from the keys' positions. So a row's bits depend on its query and its request's cache alone, whatever the
 block size, the chunk it came in or the rows beside it. Query heads that share a key head are taken together, so a block
-of keys is read once for all of them.
-
-What a compiler needs to use the machine's vectors: inner loops of a constant length (`lanes`, a tuple whose length is a
-part of its type: an eighth of how often a loop runs), several sums at a time, and indices that can't be negative.
-Nothing is used beyond a request's own tokens: what others left in a block may be NaN.
+of keys is read once for all of them. The products are those of `products`. Nothing is used beyond a request's own
+tokens: what others left in a block may be NaN.
 """
 
 from __future__ import annotations
@@ -15,10 +12,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import types
-from numba.extending import overload
 
 from swift.data.compiled import numeric_kernel
+from swift.inference.paged.products import LANES, make_tile
 
 _LOG2E = np.float32(1.4426950408889634)
 # ln 2 in two parts: the first has few enough bits that a multiple of it is exact
@@ -109,85 +105,51 @@ def sum_of(numbers):
     return (a + b) + (c + d)
 
 
-@numeric_kernel
-def add_products(target, factors, rows, lanes):
-    """target[j] += sum over i of factors[i] * rows[i, j], two sums of four products at a time.
-
-    Args:
-        target: [n]; factors: [m]; rows: [m or more, n].
-        lanes: a tuple of n // 8.
-    """
-    constant = 8 * len(lanes)
-    size = target.shape[0]
-    count = factors.shape[0]
-    for k in range(count // 8):
-        i0 = np.uintp(8 * k)
-        i1, i2, i3, i4 = i0 + np.uintp(1), i0 + np.uintp(2), i0 + np.uintp(3), i0 + np.uintp(4)
-        i5, i6, i7 = i0 + np.uintp(5), i0 + np.uintp(6), i0 + np.uintp(7)
-        f0, f1, f2, f3 = factors[i0], factors[i1], factors[i2], factors[i3]
-        f4, f5, f6, f7 = factors[i4], factors[i5], factors[i6], factors[i7]
-        for j in range(constant):
-            a = f0 * rows[i0, j] + f1 * rows[i1, j] + f2 * rows[i2, j] + f3 * rows[i3, j]
-            b = f4 * rows[i4, j] + f5 * rows[i5, j] + f6 * rows[i6, j] + f7 * rows[i7, j]
-            target[j] += a + b
-        for j in range(constant, size):
-            a = f0 * rows[i0, j] + f1 * rows[i1, j] + f2 * rows[i2, j] + f3 * rows[i3, j]
-            b = f4 * rows[i4, j] + f5 * rows[i5, j] + f6 * rows[i6, j] + f7 * rows[i7, j]
-            target[j] += a + b
-    for i in range(count // 8 * 8, count):
-        for j in range(constant):
-            target[j] += factors[i] * rows[i, j]
-        for j in range(constant, size):
-            target[j] += factors[i] * rows[i, j]
+# of four, two and one row: four vectors of columns, one vector, and a single column
+_wide4, _wide2, _wide1 = make_tile(4, 4), make_tile(2, 4), make_tile(1, 4)
+_one4, _one2, _one1 = make_tile(4, 1), make_tile(2, 1), make_tile(1, 1)
+_single4, _single2, _single1 = make_tile(4, 1, 1), make_tile(2, 1, 1), make_tile(1, 1, 1)
 
 
 @numeric_kernel
-def add_in_order(target, factors, rows, lanes):
-    """The same as `add_products`, one product after the other: where a block ends makes no difference."""
-    constant = 8 * len(lanes)
-    size = target.shape[0]
-    count = factors.shape[0]
-    for k in range(count // 8):
-        i0 = np.uintp(8 * k)
-        i1, i2, i3, i4 = i0 + np.uintp(1), i0 + np.uintp(2), i0 + np.uintp(3), i0 + np.uintp(4)
-        i5, i6, i7 = i0 + np.uintp(5), i0 + np.uintp(6), i0 + np.uintp(7)
-        f0, f1, f2, f3 = factors[i0], factors[i1], factors[i2], factors[i3]
-        f4, f5, f6, f7 = factors[i4], factors[i5], factors[i6], factors[i7]
-        for j in range(constant):
-            a = target[j] + f0 * rows[i0, j] + f1 * rows[i1, j] + f2 * rows[i2, j] + f3 * rows[i3, j]
-            target[j] = a + f4 * rows[i4, j] + f5 * rows[i5, j] + f6 * rows[i6, j] + f7 * rows[i7, j]
-        for j in range(constant, size):
-            a = target[j] + f0 * rows[i0, j] + f1 * rows[i1, j] + f2 * rows[i2, j] + f3 * rows[i3, j]
-            target[j] = a + f4 * rows[i4, j] + f5 * rows[i5, j] + f6 * rows[i6, j] + f7 * rows[i7, j]
-    for i in range(count // 8 * 8, count):
-        for j in range(constant):
-            target[j] += factors[i] * rows[i, j]
-        for j in range(constant, size):
-            target[j] += factors[i] * rows[i, j]
-
-
-def in_fp32(held, scratch):
-    """What a block holds, in fp32: itself, or of bfloat16 (given as uint16) the same numbers in `scratch`.
+def small_product(x, x_step, held, panel, columns, out, out_step, rows, depth, go_on):
+    """out = x times a small matrix, each number one multiply-add after the other; on top of what is there if `go_on`.
 
     Args:
-        held: [n, m]; scratch: fp32 [n, m].
+        x, out: addresses of fp32 [rows, depth] and [rows, columns], with `*_step` numbers from row to row.
+        held: an array of the matrix's type; panel: address of the matrix [depth, columns] in it.
     """
-    return held if held.dtype == np.float32 else (held.astype(np.int32) << 16).view(np.float32)
-
-
-@overload(in_fp32)  # the same, compiled: the type of the cache decides
-def _in_fp32(held, scratch):
-    def same(held, scratch):
-        return held
-
-    def widened(held, scratch):
-        bits = scratch.view(np.int32)
-        for i in range(held.shape[0]):
-            for j in range(held.shape[1]):
-                bits[i, j] = np.int32(held[i, j]) << 16
-        return scratch
-
-    return same if held.dtype == types.float32 else widened
+    item = held.itemsize
+    column = 0
+    while column < columns:
+        width = 4 * LANES if column + 4 * LANES <= columns else LANES if column + LANES <= columns else 1
+        matrix = panel + column * item
+        row = 0
+        while row < rows:
+            source, target = x + row * x_step * 4, out + (row * out_step + column) * 4
+            count = 4 if row + 4 <= rows else 2 if row + 2 <= rows else 1
+            if width > LANES:
+                if count == 4:
+                    _wide4(source, x_step, held, matrix, columns, target, out_step, depth, go_on)
+                elif count == 2:
+                    _wide2(source, x_step, held, matrix, columns, target, out_step, depth, go_on)
+                else:
+                    _wide1(source, x_step, held, matrix, columns, target, out_step, depth, go_on)
+            elif width > 1:
+                if count == 4:
+                    _one4(source, x_step, held, matrix, columns, target, out_step, depth, go_on)
+                elif count == 2:
+                    _one2(source, x_step, held, matrix, columns, target, out_step, depth, go_on)
+                else:
+                    _one1(source, x_step, held, matrix, columns, target, out_step, depth, go_on)
+            elif count == 4:
+                _single4(source, x_step, held, matrix, columns, target, out_step, depth, go_on)
+            elif count == 2:
+                _single2(source, x_step, held, matrix, columns, target, out_step, depth, go_on)
+            else:
+                _single1(source, x_step, held, matrix, columns, target, out_step, depth, go_on)
+            row += count
+        column += width
 
 
 @numeric_kernel
@@ -216,56 +178,59 @@ def attend(query, cache, places, options, sinks, output, share):
 
     Args:
         query: fp32 [rows, heads, key_dim].
-        cache: keys, values (see `write`), lanes of block_size and of value_dim (see `add_products`).
+        cache: keys, values (see `write`).
         places: spans, int32 [spans, 3]: first row, number of rows, position of the first; tables, int32 [spans, width].
         options: float32 [3]: scale; window (0: none); soft cap (0: none).
         sinks: fp32 [heads], -inf for none.
-        output: fp32 [rows, heads, value_dim]; rows of no span aren't touched.
+        output: fp32 [rows, heads, value_dim], contiguous; rows of no span aren't touched.
         share: what is computed, from here to before there, counted as row * key heads + key head.
     """
-    keys, values, key_lanes, value_lanes = cache
+    keys, values = cache
     spans, tables = places
     scale, window, softcap = options[0], int(options[1]), options[2]
     heads, dim, block_size = keys.shape[1:]
-    num_asking = query.shape[1]
+    num_asking, value_dim = query.shape[1], values.shape[3]
     shared = num_asking // heads
     scores = np.empty((num_asking, tables.shape[1] * block_size), dtype=np.float32)
     bits = scores.view(np.int32)
-    raised = np.empty(scores.shape[1], dtype=np.float32)
+    width = scores.shape[1]
+    raised = np.empty(width, dtype=np.float32)
     raised_bits = raised.view(np.int32)
     asked = np.empty((num_asking, dim), dtype=np.float32)
-    wide_keys = np.empty((dim, block_size), dtype=np.float32)
-    wide_values = np.empty(values.shape[2:], dtype=np.float32)
+    from_asked, from_scores = np.int64(asked.ctypes.data), np.int64(scores.ctypes.data)
+    from_keys, from_values = np.int64(keys.ctypes.data), np.int64(values.ctypes.data)
     for span in range(spans.shape[0]):
         begin, count, position = spans[span]
         for row in range(max(begin, share[0] // heads), min(begin + count, -(-share[1] // heads))):
             stop = position + row - begin + 1  # keys before this one are seen
             start = max(0, stop - window) if window > 0 else 0
-            blocks = range(start // block_size, (stop - 1) // block_size + 1)
+            first, last = start // block_size, (stop - 1) // block_size
             some = range(max(0, share[0] - row * heads), min(heads, share[1] - row * heads))
             asking = range(some.start * shared, some.stop * shared)
             for h in asking:
                 for d in range(dim):
                     asked[h, d] = query[row, h, d] * scale
-            for block in blocks:  # all heads of a block lie side by side
-                at = block * block_size
+            for block in range(first, last + 1):  # all heads of a block lie side by side
                 for head in some:
-                    held = in_fp32(keys[tables[span, block], head], wide_keys)
-                    for h in range(head * shared, (head + 1) * shared):
-                        target = scores[h, at : at + block_size]
-                        target[:] = _ZERO
-                        add_products(target, asked[h], held, key_lanes)
+                    place = (np.int64(tables[span, block]) * heads + head) * dim * block_size
+                    small_product(
+                        from_asked + head * shared * dim * 4, dim, keys, from_keys + place * keys.itemsize, block_size,
+                        from_scores + (head * shared * width + block * block_size) * 4, width, shared, dim, False,
+                    )  # fmt: skip
             for h in asking:
                 powers = raised[start:stop], raised_bits[start:stop]
                 softmax(scores[h, start:stop], bits[h, start:stop], powers, softcap, sinks[h])
-                output[row, h, :] = _ZERO
-            for block in blocks:
+            target = np.int64(output.ctypes.data) + row * num_asking * value_dim * 4
+            for block in range(first, last + 1):
                 at = block * block_size
                 low, high = max(start, at), min(stop, at + block_size)
                 for head in some:
-                    held = in_fp32(values[tables[span, block], head], wide_values)
-                    for h in range(head * shared, (head + 1) * shared):
-                        add_in_order(output[row, h], scores[h, low:high], held[low - at :], value_lanes)
+                    place = (np.int64(tables[span, block]) * heads + head) * block_size + low - at
+                    small_product(
+                        from_scores + (head * shared * width + low) * 4, width, values,
+                        from_values + place * value_dim * values.itemsize, value_dim,
+                        target + head * shared * value_dim * 4, value_dim, shared, high - low, block > first,
+                    )  # fmt: skip
 
 
 @numeric_kernel

@@ -50,16 +50,15 @@ def registers() -> Registers | None:
     return None
 
 
-_LANES, _ROWS, _VECTORS = registers() or Registers(4, 4, 3)
+LANES, _ROWS, _VECTORS = registers() or Registers(4, 4, 3)
 _HALF = _ROWS // 2
-WIDTH = _LANES * _VECTORS
+WIDTH = LANES * _VECTORS
 """Columns of a panel."""
 
 # of the inner dimension at a time: a panel's share stays in the cache while all rows go over it
 _DEPTH = 1024
 
 _FLOAT, _INT32, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_VECTOR = ir.VectorType(_FLOAT, _LANES)
 # how weights are held, by the type of their array -> their type in LLVM's language
 _HELD = {
     types.float32: _FLOAT,
@@ -69,35 +68,36 @@ _HELD = {
 }
 
 
-def _widened(builder: Any, loaded: Any, held: Any) -> Any:
+def _widened(builder: Any, loaded: Any, held: Any, lanes: int) -> Any:
     """A vector of weights as fp32."""
-    whole = ir.VectorType(_INT32, _LANES)
+    wide, whole = ir.VectorType(_FLOAT, lanes), ir.VectorType(_INT32, lanes)
     if held == types.float32:
         return loaded
     if held == types.int16:
-        return builder.fpext(loaded, _VECTOR)
+        return builder.fpext(loaded, wide)
     if held == types.int8:
-        return builder.sitofp(builder.sext(loaded, whole), _VECTOR)
-    shifted = builder.shl(builder.zext(loaded, whole), ir.Constant(whole, [16] * _LANES))
-    return builder.bitcast(shifted, _VECTOR)
+        return builder.sitofp(builder.sext(loaded, whole), wide)
+    shifted = builder.shl(builder.zext(loaded, whole), ir.Constant(whole, [16] * lanes))
+    return builder.bitcast(shifted, wide)
 
 
-def _tile(rows: int) -> Callable[..., None]:
-    """A loop over the inner dimension for so many rows, to be called from compiled code.
+def make_tile(rows: int, vectors: int, lanes: int = LANES) -> Callable[..., None]:
+    """A loop over the inner dimension for so many rows and vectors of columns, to be called from compiled code.
 
-    `tile(x, x_step, panels, panel, out, out_step, depth, go_on)` computes
+    `tile(x, x_step, panels, panel, panel_step, out, out_step, depth, go_on)` computes
     out[r, c] = sum over i of x[r, i] * panel[i, c], on top of what `out` holds if `go_on`. x, panel and out are
-    addresses; x and out are fp32 with `*_step` numbers from row to row, panel is [depth, WIDTH] of the type of the
-    array `panels`.
+    addresses, with `*_step` numbers from row to row; x and out are fp32, panel is of the type of the array `panels`;
+    depth is above 0.
     """
+    vector = ir.VectorType(_FLOAT, lanes)
 
     def write(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, x_step, _, panel, out, out_step, depth, go_on = arguments
+        x, x_step, _, panel, panel_step, out, out_step, depth, go_on = arguments
         held = signature.args[2].dtype
         item = held.bitwidth // 8
-        weights = ir.VectorType(_HELD[held], _LANES)
-        function = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-        multiply_add = cgutils.get_or_insert_function(builder.module, function, f"llvm.fma.v{_LANES}f32")
+        weights = ir.VectorType(_HELD[held], lanes)
+        function = ir.FunctionType(vector, [vector] * 3)
+        multiply_add = cgutils.get_or_insert_function(builder.module, function, f"llvm.fma.v{lanes}f32")
 
         def number(value: int) -> Any:
             return ir.Constant(_INT64, value)
@@ -110,34 +110,34 @@ def _tile(rows: int) -> Callable[..., None]:
         targets = []
         for r in range(rows):
             line = builder.mul(out_step, number(r))
-            targets += [pointer(out, builder.add(line, number(v * _LANES)), 4, _VECTOR) for v in range(_VECTORS)]
+            targets += [pointer(out, builder.add(line, number(v * lanes)), 4, vector) for v in range(vectors)]
         begun = []
         for target in targets:
             there = builder.load(target)
             there.align = 4
-            begun.append(builder.select(go_on, there, ir.Constant(_VECTOR, [0.0] * _LANES)))
+            begun.append(builder.select(go_on, there, ir.Constant(vector, [0.0] * lanes)))
 
         entry = builder.block
         loop, done = builder.append_basic_block("along"), builder.append_basic_block("done")
         builder.branch(loop)
         builder.position_at_end(loop)
         i = builder.phi(_INT64)
-        sums = [builder.phi(_VECTOR) for _ in targets]
+        sums = [builder.phi(vector) for _ in targets]
         columns = []
-        for v in range(_VECTORS):
-            at = builder.add(builder.mul(i, number(WIDTH)), number(v * _LANES))
+        for v in range(vectors):
+            at = builder.add(builder.mul(i, panel_step), number(v * lanes))
             loaded = builder.load(pointer(panel, at, item, weights))
-            loaded.align = item * _LANES
-            columns.append(_widened(builder, loaded, held))
-        nothing = ir.Constant(_VECTOR, ir.Undefined)
-        everywhere = ir.Constant(ir.VectorType(_INT32, _LANES), [0] * _LANES)
+            loaded.align = item
+            columns.append(_widened(builder, loaded, held, lanes))
+        nothing = ir.Constant(vector, ir.Undefined)
+        everywhere = ir.Constant(ir.VectorType(_INT32, lanes), [0] * lanes)
         grown = []
         for r in range(rows):
             loaded = builder.load(builder.gep(sources[r], [i]))
             loaded.align = 4
             first = builder.insert_element(nothing, loaded, ir.Constant(_INT32, 0))
             spread = builder.shuffle_vector(first, nothing, everywhere)
-            grown += [builder.call(multiply_add, [spread, columns[v], sums[r * _VECTORS + v]]) for v in range(_VECTORS)]
+            grown += [builder.call(multiply_add, [spread, columns[v], sums[r * vectors + v]]) for v in range(vectors)]
         following = builder.add(i, number(1))
         for phi, start, after in [(i, number(0), following), *zip(sums, begun, grown, strict=True)]:
             phi.add_incoming(start, entry)
@@ -149,16 +149,16 @@ def _tile(rows: int) -> Callable[..., None]:
             stored.align = 4
         return context.get_dummy_value()
 
-    def typed(typing_context: Any, x: Any, x_step: Any, panels: Any, panel: Any, out: Any, out_step: Any,
-              depth: Any, go_on: Any) -> Any:  # fmt: skip
+    def typed(typing_context: Any, x: Any, x_step: Any, panels: Any, panel: Any, panel_step: Any, out: Any,
+              out_step: Any, depth: Any, go_on: Any) -> Any:  # fmt: skip
         whole = types.int64
-        return types.void(whole, whole, panels, whole, whole, whole, whole, types.boolean), write
+        return types.void(whole, whole, panels, *[whole] * 5, types.boolean), write
 
     made: Callable[..., None] = intrinsic(typed)
     return made
 
 
-_large, _middle, _small = _tile(_ROWS), _tile(_HALF), _tile(1)
+_large, _middle, _small = make_tile(_ROWS, _VECTORS), make_tile(_HALF, _VECTORS), make_tile(1, _VECTORS)
 
 
 @kernel
@@ -167,8 +167,8 @@ def product(x, panels, out, share):
 
     Args:
         x: fp32 [rows, size], contiguous.
-        panels: [panels, size, WIDTH], contiguous, at an address that is a multiple of 64: fp32, bfloat16 as uint16,
-            float16 as int16, or int8. Columns beyond those of `out` aren't used.
+        panels: [panels, size, WIDTH], contiguous: fp32, bfloat16 as uint16, float16 as int16, or int8. Columns beyond
+            those of `out` aren't used.
         out: fp32 [rows, columns], contiguous.
         share: the panels computed, from here to before there.
     """
@@ -188,13 +188,13 @@ def product(x, panels, out, share):
             while row < rows:
                 source, goal = from_x + (row * size + begin) * 4, target + row * step * 4
                 if row + _ROWS <= rows:
-                    _large(source, size, panels, at, goal, step, depth, go_on)
+                    _large(source, size, panels, at, WIDTH, goal, step, depth, go_on)
                     row += _ROWS
                 elif row + _HALF <= rows:
-                    _middle(source, size, panels, at, goal, step, depth, go_on)
+                    _middle(source, size, panels, at, WIDTH, goal, step, depth, go_on)
                     row += _HALF
                 else:
-                    _small(source, size, panels, at, goal, step, depth, go_on)
+                    _small(source, size, panels, at, WIDTH, goal, step, depth, go_on)
                     row += 1
         if not whole:
             out[:, first:] = rest[:, : columns - first]
