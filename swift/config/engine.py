@@ -20,13 +20,21 @@ class EngineConfig:
         "auto", help="what runs the model; auto: vllm where it is installed and there is a GPU, else swift"
     )
     engine_python: str | None = setting(
-        None, help="python of the environment that has the engine of --infer_backend vllm; default: this one"
+        None,
+        help="python of the environment that has the engine of --infer_backend vllm, sglang or lmdeploy; default: ours",
     )
     engine_url: str | None = setting(
-        None, help="vLLM's server where it runs already, up to /v1 (its key: the variable OPENAI_API_KEY)"
+        None,
+        help="server of vllm, sglang, lmdeploy or llamacpp where it runs already, up to /v1 (its key: the variable "
+        "OPENAI_API_KEY)",
     )
     engine_args: list[str] = setting(
         help="further words for the engine's command line, for example: --engine_args=--gpu-memory-utilization=0.8",
+        factory=list,
+    )
+    engine_words: list[str] = setting(
+        help="what vllm_…, sglang_… and lmdeploy_… flags of other scripts stand for, each word behind the engine's "
+        "name; better said with engine_args",
         factory=list,
     )
     enable_lora: bool = setting(
@@ -49,9 +57,7 @@ class EngineConfig:
     )
     kv_cache_dtype: KVCacheDtype = setting("auto", help="precision of keys and values; auto: the model's")
     block_size: int = setting(16, help="tokens of a block of the KV cache")
-    enable_prefix_caching: bool = setting(
-        True, help="prompts that begin alike are computed once", aliases=("vllm_enable_prefix_caching",)
-    )
+    enable_prefix_caching: bool = setting(True, help="prompts that begin alike are computed once")
     weight_format: WeightFormat = setting(
         "auto",
         help="how weights of linear layers are held on a CPU; auto: as they are; fewer bits are read faster, and "

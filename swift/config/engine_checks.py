@@ -10,6 +10,7 @@ from typing import Any
 
 from swift.config.adaptive_checks import adaptive_faults
 from swift.config.engine import EngineConfig
+from swift.config.engine_words import ENGINES, of_others
 from swift.config.files import what_is_there
 from swift.config.resolve import Problem
 
@@ -29,6 +30,7 @@ ENGINE_RANGES: dict[str, tuple[float, float | None, bool, bool]] = {
     "num_beams": (1, None, True, True),
     "num_return_sequences": (1, None, True, True),
     "top_logprobs": (0, None, True, True),
+    "max_lora_rank": (1, None, True, True),
     "max_batch_size": (1, None, True, True),
     "max_batch_tokens": (1, None, True, True),
     "kv_cache_gib": (0, None, False, True),
@@ -134,6 +136,7 @@ def _engine(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
     if warmup and not Path(warmup).expanduser().exists():
         path = Path(warmup).expanduser()
         yield fault("warmup_file", f"there is no file {path} with prompts", what_is_there(path))
+    yield from _words(values, fault)
     config = EngineConfig(**{member.name: values[member.name] for member in fields(EngineConfig)})
     attention = values.get("attn_impl", "auto")
     if values["infer_backend"] == "transformers":
@@ -150,3 +153,26 @@ def _engine(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
                 f"{name} is a setting of the paged engine, and attn_impl {attention} is one of transformers' generate",
                 "keep one of them",
             )
+
+
+def _words(values: Mapping[str, Any], fault: Fault) -> Iterator[Problem]:
+    """What is said to an engine of another project."""
+    backend = values["infer_backend"]
+    for engine, word in of_others(values["engine_words"], backend):
+        said = f"{word.partition('=')[0]} is a word of {engine}'s" if word else f"a setting of {engine}'s was given"
+        yield fault(
+            "engine_words infer_backend", f"{said}, and infer_backend is {backend}", f"--infer_backend {engine}"
+        )
+    if backend in ("swift", "transformers"):
+        for name in ("engine_python", "engine_url", "engine_args"):
+            if values[name]:
+                message = f"{name} is about engines of other projects, and infer_backend is {backend}"
+                yield fault(f"{name} infer_backend", message, f"leave out {name}, or --infer_backend vllm, say")
+    if values["engine_url"]:
+        for name in ("engine_python", "engine_args"):
+            if values[name]:
+                message = f"the server of engine_url runs already, so {name} does nothing"
+                yield fault(f"{name} engine_url", message, "keep one of the two")
+        if any(" " in entry for entry in values["engine_words"]) and backend in ENGINES:
+            message = "the server of engine_url runs already, and can't be told how to start"
+            yield fault("engine_words engine_url", message, f"leave out the {backend}_ flags")

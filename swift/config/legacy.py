@@ -59,7 +59,9 @@ _PARALLEL = (
 _FSDP = "--zero_stage, --fsdp_cpu_offload and --reduce_dtype say what fsdp does"
 _QUANT = "load the model unquantized; --torch_dtype bfloat16 and --gradient_checkpointing true save memory"
 _TEXT = "models are tuned on text only so far"
-_ENGINE = "say it with --infer_backend and the settings of the engine; vLLM's own words go behind --engine_args"
+_ENGINE = (
+    "it is of `swift infer` and `swift deploy`; what they don't know goes behind --engine_args in the engine's words"
+)
 _GALORE = "choose an adapter (--tuner_type lora) or --optim adafactor to save optimizer memory"
 
 RULES: dict[str, Rule] = {
@@ -209,7 +211,8 @@ RULES: dict[str, Rule] = {
     **_later("teacher_deepspeed", "the teacher is held as the model is; --offload_teacher_model true saves memory"),
     **_satisfied("dataset_kwargs padding_value label_pad_token_id is_encoder_decoder", "it is found by itself"),
     # engines and servers
-    **_later("use_vllm use_lmdeploy gpu_memory_utilization", _ENGINE),
+    **_later("use_vllm use_lmdeploy", "--infer_backend vllm or lmdeploy says it"),
+    **_later("gpu_memory_utilization", _ENGINE),
     **_later(
         "host port api_key served_model_name owned_by log_interval max_logprobs ssl_certfile ssl_keyfile base_url "
         "server_name server_port share lang studio_title is_multimodal",

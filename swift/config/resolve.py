@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
-from swift.config import legacy
+from swift.config import engine_words, legacy
 from swift.config.catalog import COMMANDS
 from swift.config.files import Given, given_in_mapping
 from swift.config.schema import names_of, settings_of
@@ -101,6 +101,9 @@ def resolve(cls: type, given: Iterable[Given], *, command: str | None = None) ->
         for name, words in _settings_meant(cls, item, command, result):
             before = chosen.get(name)
             same_origin = before is not None and before.origin == item.origin
+            if before is not None and name == engine_words.SETTING:  # each flag adds to it
+                chosen[name] = dataclasses.replace(item, words=Words((*before.words, *words)))
+                continue
             if before is not None and same_origin and before.key != item.key and before.words != words:
                 result.problems.append(
                     Problem(
@@ -138,6 +141,13 @@ def _settings_meant(cls: type, item: Given, command: str | None, result: Resolve
             )
             return []
         return [(name, item.words)]
+    if engine_words.SETTING in names and (found := engine_words.meaning(item.key, item.words)) is not None:
+        if found.fault is not None:
+            result.problems.append(Problem(found.fault, _elsewhere(item), found.fix))
+        if found.note is not None:
+            result.notes.append(f"note: --{item.key}: {found.note}")
+        own = [(engine_words.SETTING, engine_words.kept(found))] if found.words else []
+        return [*found.settings, *own]
     verdict = legacy.judge(item.key, item.words, cls.__name__)
     if verdict is not None:
         known = [(n, words) for n, words in verdict.settings if n in names]

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoConfig
 
 from swift.config.engine_checks import paged_settings
+from swift.config.engine_words import words_for
 from swift.core.errors import DependencyError, SwiftError, UsageError
 from swift.core.logging import get_logger
 from swift.inference.backends.base import Feature, ModelInfo
@@ -31,6 +32,7 @@ from swift.inference.backends.dialect import Dialect
 from swift.inference.backends.http import Endpoint, HttpBackend
 from swift.inference.backends.process import ServerProcess, free_port
 from swift.inference.backends.weight_files import shapes_in
+from swift.models.adapters import read_adapter_config
 
 if TYPE_CHECKING:
     from swift.inference.loading import Prepared
@@ -77,6 +79,8 @@ class Project:
         features: what any of its servers is asked for.
         own_features: what only a server that is started here is asked for besides (it shares our disk and settings).
         command: the words that start it, address and key included, without `--engine_args`.
+        without: which of all these features a server that is started with these settings doesn't have.
+        most_adapters: how many adapters such a server may hold together; None: any number.
         environment: variables that it needs; who has set them keeps them.
         secrets: variables of this server alone, such as its key.
         ready: path that answers 200 when the first request would be answered.
@@ -90,6 +94,8 @@ class Project:
     features: frozenset[Feature]
     own_features: frozenset[Feature]
     command: Callable[[Launch], Sequence[str]]
+    without: Callable[[Prepared], frozenset[Feature]] = lambda prepared: frozenset()
+    most_adapters: Callable[[Prepared], int | None] = lambda prepared: None
     environment: Callable[[Launch], Mapping[str, str]] = lambda launch: {}
     secrets: Callable[[Launch], Mapping[str, str]] = lambda launch: {}
     ready: str = "/health"
@@ -109,6 +115,12 @@ def served_backend(project: Project, prepared: Prepared) -> HttpBackend:
             where=f"--{given[0]}",
             fix=f"say it in {project.title}'s own words with --engine_args",
         )
+    if prepared.config.infer.merge_lora:
+        raise UsageError(
+            f"{project.title} reads the model's own files, and nothing is merged into them",
+            where="--merge_lora",
+            fix="leave it out, or swift merge-lora first, and serve the result",
+        )
     if engine.engine_url is not None:
         return _running(project, prepared, engine.engine_url)
     python = engine.engine_python or sys.executable
@@ -118,7 +130,7 @@ def served_backend(project: Project, prepared: Prepared) -> HttpBackend:
             fix="install it into an environment of its own and name that one's python with --engine_python, or a "
             "running server with --engine_url",
         )
-    info = _model_info(prepared, project.features | project.own_features)
+    info = _model_info(prepared, (project.features | project.own_features) - project.without(prepared))
     server = OwnServer(project, python, prepared, info)
     return HttpBackend(
         project.name,
@@ -128,6 +140,7 @@ def served_backend(project: Project, prepared: Prepared) -> HttpBackend:
         stop=server.stop,
         shapes=lambda: shapes_in(prepared.base),
         adapter=None if prepared.adapter is None else (_FIRST_ADAPTER, prepared.adapter),
+        most_adapters=project.most_adapters(prepared),
     )
 
 
@@ -157,6 +170,16 @@ def _model_info(prepared: Prepared, features: frozenset[Feature]) -> ModelInfo:
     )
 
 
+def most_lora_rank(prepared: Prepared) -> int:
+    """The highest rank of adapters that a server has to leave room for: what was asked for, and the given one's."""
+    most = prepared.config.engine.max_lora_rank
+    if prepared.adapter is None:
+        return most
+    config = read_adapter_config(prepared.adapter)
+    ranks = [getattr(config, "r", 0), *(getattr(config, "rank_pattern", None) or {}).values()]
+    return max(most, *ranks)
+
+
 class OwnServer:
     """A project's server as a child process."""
 
@@ -183,7 +206,8 @@ class OwnServer:
         )
         log.info("starting %s; what it says is in %s", project.title, path)
         usual = {name: value for name, value in project.environment(launch).items() if name not in os.environ}
-        words = [*project.command(launch), *self._prepared.config.engine.engine_args]
+        engine = self._prepared.config.engine
+        words = [*project.command(launch), *words_for(engine.engine_words), *engine.engine_args]
         self._process = ServerProcess(words, Path(path), {**usual, **project.secrets(launch)})
         try:
             self._process.wait_until(f"http://127.0.0.1:{launch.port}{project.ready}", timeout_s=_START_S)
