@@ -49,7 +49,7 @@ def in_repository(monkeypatch):
 
 def test_every_example_is_run_by_a_test_and_listed():
     files = {path.stem for path in EXAMPLES.glob("*.yaml")}
-    assert files == {*TRAINING, *RECIPES, "infer"}
+    assert files == {*TRAINING, *RECIPES, "infer", "sample"}
     listing = (EXAMPLES / "README.md").read_text()
     assert all(f"`{name}.yaml`" in listing for name in files)
 
@@ -81,6 +81,14 @@ def test_inference_example(in_repository, tiny_model_dir: Path, tmp_path: Path, 
     lines = [json.loads(line) for line in answers.read_text().splitlines()]
     assert len(lines) == len(questions)
     assert all(line["status"] == "ok" for line in lines)
+
+
+def test_sampling_example(in_repository, tiny_model_dir: Path, tmp_path: Path, capsys):
+    flags = ["--model", str(tiny_model_dir), "--max_new_tokens", "4", "--output_file", str(tmp_path / "new.jsonl")]
+    assert cli.main(["sample", str(EXAMPLES / "sample.yaml"), *flags]) == 0, capsys.readouterr().err
+    questions = (EXAMPLES / "data/questions.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in (tmp_path / "new.all.jsonl").read_text().splitlines()]
+    assert len(rows) == len(questions) and all(len(row["answers"]) == 4 for row in rows)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -19,6 +19,7 @@ from swift.config.data import DataConfig, RowsConfig
 from swift.config.degrees import degree_problems, needs_shape, read_model_shape
 from swift.config.nodes import find_nodes, world_size_expected
 from swift.config.resolve import Problem, raise_problems
+from swift.config.sample import SampleConfig
 from swift.config.serving import named_adapters
 from swift.core.errors import SwiftError, nearest
 from swift.core.extras import check_installed
@@ -54,6 +55,9 @@ def precheck(config: Any, *, places: Mapping[str, str] | None = None) -> None:
     named = config.model.model or not (adapters or missing_adapter)  # without a model, an adapter names its own
     elsewhere = isinstance(config, AppConfig) and (config.page.base_url or config.page.share)  # no model is needed
     elsewhere = elsewhere or (isinstance(config, DeployConfig) and bool(config.scale.replica_urls))
+    elsewhere = elsewhere or (
+        isinstance(config, SampleConfig) and bool(config.sample.sampler_url or config.sample.samples_file)
+    )
     if named and not dry and not elsewhere:
         gguf = hasattr(config, "engine") and config.engine.infer_backend == "llamacpp" and not config.engine.engine_url
         problems += _raised(where, "model", find_gguf if gguf else check_model_source, config.model)

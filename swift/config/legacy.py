@@ -228,11 +228,20 @@ RULES: dict[str, Rule] = {
         "test_convert_precision thread_count save_missing_weights",
         "exporting is being built",
     ),
+    **_later("sampler_engine", "--infer_backend says what runs the model; --sampler_url draws from an endpoint"),
     **_later(
-        "sampler_engine sampler_type prm_model prm_threshold num_sampling_batch_size num_sampling_batches "
-        "data_range engine_kwargs cache_files",
-        "`swift sample` draws with --infer_backend, judges with --reward or --orm_model, and goes on by itself",
+        "sampler_type",
+        "--sampler_url and --sampler_model draw from an endpoint; best-of-n by rewards is --num_return_sequences with "
+        "--reward, --orm_model or --prm_model",
+        ("sample",),
+        "answers are sampled",
     ),
+    **_satisfied("num_sampling_batch_size", "prompts are taken as answers are ready; see --max_batch_size"),
+    **_later("num_sampling_batches", "--dataset path#rows takes some rows"),
+    **_later(
+        "data_range", "--nproc_per_node and --nnodes share the prompts among processes; --dataset path#rows takes some"
+    ),
+    **_later("engine_kwargs", "say it with the settings of the engine, or in its own words with --engine_args"),
     **_later("val_dataset_sample", "write --val_dataset path#rows"),
     **_satisfied("write_batch_size", "every result is written when it is there"),
     **_satisfied("use_logits_to_keep", "logits are computed for trained tokens only"),

@@ -22,15 +22,21 @@ class Drawn:
         messages: the conversation up to the answer.
         answers: texts.
         rewards: of each.
+        refused: which are never right, whatever their reward.
     """
 
     messages: list[dict[str, Any]]
     answers: list[str]
     rewards: list[float]
+    refused: frozenset[int] = frozenset()
+
+    def is_right(self, k: int, threshold: float) -> bool:
+        """Whether an answer is worth at least the threshold, and isn't refused."""
+        return self.rewards[k] >= threshold and k not in self.refused
 
     def right(self, threshold: float) -> int:
-        """How many are worth at least the threshold."""
-        return sum(reward >= threshold for reward in self.rewards)
+        """How many are right."""
+        return sum(self.is_right(k, threshold) for k in range(len(self.answers)))
 
 
 def rows_of(drawn: Drawn, kind: OutputFormat, config: SampleRunConfig) -> tuple[list[dict[str, Any]], str | None]:
@@ -40,8 +46,11 @@ def rows_of(drawn: Drawn, kind: OutputFormat, config: SampleRunConfig) -> tuple[
         return [], "too easy"
     # equal rewards keep the order in which they were drawn
     order = sorted(range(count), key=lambda k: -drawn.rewards[k])
+    if kind == "all":
+        answers = [{"response": drawn.answers[k], "reward": drawn.rewards[k]} for k in order]
+        return [{"messages": drawn.messages, "answers": answers}], None
     if kind == "kto":
-        return [_row(drawn, k, label=drawn.rewards[k] >= config.reward_threshold) for k in range(count)], None
+        return [_row(drawn, k, label=drawn.is_right(k, config.reward_threshold)) for k in range(count)], None
     if kind == "dpo":
         best, worst = order[0], order[-1]
         if drawn.rewards[best] == drawn.rewards[worst] or drawn.answers[best] == drawn.answers[worst]:
@@ -50,7 +59,7 @@ def rows_of(drawn: Drawn, kind: OutputFormat, config: SampleRunConfig) -> tuple[
     kept: list[int] = []
     for k in order:
         known = {drawn.answers[other] for other in kept}
-        if drawn.rewards[k] >= config.reward_threshold and drawn.answers[k] not in known and drawn.answers[k].strip():
+        if drawn.is_right(k, config.reward_threshold) and drawn.answers[k] not in known and drawn.answers[k].strip():
             kept.append(k)
     rows = [_row(drawn, k) for k in kept[: config.n_best_to_keep]]
     return rows, None if rows else "none right"
@@ -77,6 +86,7 @@ class Summary:
 
     Attributes:
         prompts, failed: answered ones, and those that had no answer.
+        unjudged: answers without a verdict, which count nowhere.
         rewards: sum of all, and their number.
         passes: k -> sum of pass@k over prompts.
         dropped: format and reason -> prompts that gave no row.
@@ -85,6 +95,7 @@ class Summary:
 
     prompts: int = 0
     failed: int = 0
+    unjudged: int = 0
     reward_sum: float = 0.0
     num_answers: int = 0
     passes: dict[int, float] = field(default_factory=dict)
@@ -106,6 +117,7 @@ class Summary:
             "prompts": self.prompts,
             "prompts_without_answers": self.failed,
             "answers": self.num_answers,
+            "answers_without_verdict": self.unjudged,
             "mean_reward": self.reward_sum / self.num_answers if self.num_answers else None,
             **{f"pass@{k}": total / self.prompts for k, total in sorted(self.passes.items())},
             "rows": dict(self.kept),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from swift.core.errors import UsageError
+from swift.core.extras import require
 from swift.core.registry import Registry
 
 Reward = Callable[[str, Mapping[str, Any]], float]
@@ -112,6 +113,30 @@ def valid_json(argument: str) -> Reward:
         except (ValueError, RecursionError):
             return 0.0
         return 1.0
+
+    return reward
+
+
+@REWARDS.register("schema")
+def schema(argument: str) -> Reward:
+    """1 where the answer is JSON of a schema, which a file holds."""
+    path = Path(argument).expanduser()
+    if not argument or not path.is_file():
+        raise UsageError(f"there is no file {argument!r} with a schema", where="--reward", fix="schema:FILE")
+    jsonschema = require("jsonschema", extra="serve", purpose="check answers against a schema")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        jsonschema.Draft202012Validator.check_schema(content)
+    except (ValueError, jsonschema.SchemaError) as error:
+        said = str(error).splitlines()[0]
+        raise UsageError(f"{path} is no JSON schema: {said}", where="--reward") from error
+    validator = jsonschema.Draft202012Validator(content)
+
+    def reward(answer: str, row: Mapping[str, Any]) -> float:
+        try:
+            return float(validator.is_valid(json.loads(answer, parse_constant=_no_constant)))
+        except (ValueError, RecursionError):
+            return 0.0
 
     return reward
 

@@ -107,7 +107,8 @@ def test_a_reward_model_judges(tiny_model_dir, questions, tmp_path):
     out = tmp_path / "new.jsonl"
     flags = ["--orm_model", str(checkpoint), "--output_format", "dpo"]
     assert run(tiny_model_dir, questions, out, *flags) == 0
-    judged = [each["reward"] for each in lines(tmp_path / "new.judged.jsonl")]
+    (file,) = tmp_path.glob("new.orm-????????????.jsonl")
+    judged = [each["reward"] for each in lines(file)]
     assert len(judged) == 24
     report = json.loads((tmp_path / "new.report.json").read_text())
     assert report["mean_reward"] == pytest.approx(sum(judged) / 24)

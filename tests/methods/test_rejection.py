@@ -125,3 +125,28 @@ def test_the_report_counts_prompts_not_answers():
     numbers = summary.numbers()
     assert numbers["mean_reward"] == 0.25 and numbers["pass@1"] == 0.25 and numbers["pass@2"] == 0.5
     assert list(powers(8)) == [1, 2, 4, 8] and list(powers(6)) == [1, 2, 4, 6] and list(powers(1)) == [1]
+
+
+def test_a_schema_is_kept_or_not(tmp_path):
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}')
+    reward = make_reward([f"schema:{file}"])
+    assert [reward(text, row()) for text in ('{"a": 1}', '{"a": "1"}', "[]", "no", '{"a": NaN}')] == [1, 0, 0, 0, 0]
+    file.write_text('{"type": "objekt"}')
+    for spec in (f"schema:{file}", "schema:", "schema:nowhere.json"):
+        with pytest.raises(UsageError):
+            make_reward([spec])
+
+
+def test_what_is_refused_is_never_right():
+    drawn = Drawn(ASKED, ["a", "b"], [1.0, 0.75], frozenset({0}))
+    assert [each["label"] for each in rows_of(drawn, "kto", SampleRunConfig())[0]] == [False, True]
+    assert rows_of(drawn, "sft", SampleRunConfig())[0][0]["messages"][-1]["content"] == "b"
+    assert drawn.right(0.5) == 1
+
+
+def test_all_keeps_everything_best_first():
+    rows, why = rows_of(Drawn(ASKED, ["a", "b"], [0.0, 1.0]), "all", SampleRunConfig())
+    assert why is None and rows == [
+        {"messages": ASKED, "answers": [{"response": "b", "reward": 1.0}, {"response": "a", "reward": 0.0}]}
+    ]

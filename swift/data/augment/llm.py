@@ -6,13 +6,6 @@ span isn't used.
 
 from __future__ import annotations
 
-import http.client
-import json
-import os
-import threading
-import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +13,8 @@ from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from swift.config.fields import setting
-from swift.core.errors import NetworkError, SwiftError, UsageError
+from swift.core.chat_client import ChatClient, NoAnswer
+from swift.core.errors import NetworkError, SwiftError
 from swift.data.augment.text import kept_texts
 from swift.data.augment.transform import TRANSFORMS, Request, Transform, Unchanged
 
@@ -29,27 +23,6 @@ DEFAULT_PROMPT = (
     "Keep code, links, numbers, formulas and anything in braces or angle brackets exactly as they are. "
     "Answer with the rewritten text only.\n\n{text}"
 )
-# nothing that another try would change: wrong key, wrong address, wrong model
-_HOPELESS = {
-    400: "the request",
-    401: "the key",
-    403: "the key's rights",
-    404: "the address or the model",
-    405: "the address",
-    **dict.fromkeys((301, 302, 303, 307, 308), "the address"),
-}
-_MAX_WAIT_S = 60.0
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Following one would send the key to whom it names, and the text to nobody."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-class _Failed(Exception):
-    """A text for which no usable answer came."""
 
 
 @TRANSFORMS.register("paraphrase_llm")
@@ -94,20 +67,15 @@ class ParaphraseLlm(Transform):
                 where="text.paraphrase_llm",
                 fix="leave --offline out, or remove this transform",
             )
-        self._headers = {"Content-Type": "application/json"}
-        if self.api_key_env is not None:
-            key = os.environ.get(self.api_key_env)
-            if not key:
-                raise UsageError(
-                    f"the environment variable {self.api_key_env} holds no key",
-                    where="text.paraphrase_llm.api_key_env",
-                    fix=f"export {self.api_key_env}=…",
-                )
-            self._headers["Authorization"] = f"Bearer {key.strip()}"
-        self._opener = urllib.request.build_opener(_NoRedirects)
-        self._url = self.base_url.rstrip("/") + "/chat/completions"
-        self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self._client = ChatClient(
+            self.base_url,
+            key_env=self.api_key_env,
+            timeout_s=self.timeout_s,
+            retries=self.retries,
+            backoff_s=self.backoff_s,
+            where="text.paraphrase_llm.api_key_env",
+        )
+        self._counted = 0  # of the client's retries
 
     def rewrite_all(self, requests: list[Request]) -> list[str | Unchanged]:
         bodies = [self._body(request) for request in requests]  # draws here, in order, not in threads
@@ -119,7 +87,7 @@ class ParaphraseLlm(Transform):
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _body(self, request: Request) -> bytes:
+    def _body(self, request: Request) -> dict[str, Any]:
         messages = [{"role": "system", "content": self.system}] if self.system else []
         messages.append({"role": "user", "content": self.prompt.replace("{text}", request.text)})
         body: dict[str, Any] = {"model": self.model, "messages": messages, "temperature": self.temperature}
@@ -127,16 +95,16 @@ class ParaphraseLlm(Transform):
             body["max_tokens"] = self.max_tokens
         if self.send_seed:
             body["seed"] = int(request.rng.integers(1 << 31))
-        return json.dumps(body).encode()
+        return body
 
-    def _answer(self, request: Request, body: bytes) -> str | Unchanged:
+    def _answer(self, request: Request, body: dict[str, Any]) -> str | Unchanged:
         try:
-            answer = self._ask(body)
-        except _Failed as failure:
+            answer = self._client.text(body)
+        except NoAnswer as failure:
             if self.on_failure == "stop":
                 raise SwiftError(
                     f"the endpoint gave no usable answer: {failure}",
-                    where=self._url,
+                    where=self._client.url,
                     fix='look at the endpoint\'s log; "on_failure": "keep" would keep such texts as they are',
                 ) from failure
             return Unchanged("failed")
@@ -144,62 +112,6 @@ class ParaphraseLlm(Transform):
             return Unchanged("protected_span_lost")
         return answer
 
-    def _ask(self, body: bytes) -> str:
-        """One answer, after as many tries as it takes.
-
-        Raises:
-            _Failed: the tries are used up, or the answer has no text.
-            SwiftError: the endpoint refuses in a way that would be the same for every text.
-        """
-        for attempt in range(self.retries + 1):
-            wait = min(_MAX_WAIT_S, self.backoff_s * 2**attempt)
-            try:
-                call = urllib.request.Request(self._url, body, self._headers)
-                with self._opener.open(call, timeout=self.timeout_s) as response:
-                    return _content(response.read())
-            except urllib.error.HTTPError as error:
-                said = error.read()[:300].decode(errors="replace").strip()
-                cause = f"HTTP {error.code}: {said}"
-                if error.code in _HOPELESS:
-                    raise SwiftError(
-                        f"the endpoint refuses ({cause})",
-                        where=self._url,
-                        fix=f"correct {_HOPELESS[error.code]}: base_url, model, api_key_env or the prompt's length",
-                    ) from error
-                if error.code not in (408, 429) and error.code < 500:
-                    raise _Failed(cause) from error
-                wait = _retry_after(error.headers.get("Retry-After"), wait)
-            except (OSError, http.client.HTTPException) as error:  # refused, reset, timed out, cut off
-                cause = str(getattr(error, "reason", "") or error or type(error).__name__)
-            if attempt < self.retries:
-                with self._lock:
-                    self._counts["retries"] += 1
-                time.sleep(wait)
-        raise _Failed(f"{cause} (after {self.retries + 1} tries)")
-
     def take_counts(self) -> Counter[str]:
-        with self._lock:
-            counts, self._counts = self._counts, Counter()
-        return counts
-
-
-def _content(answer: bytes) -> str:
-    """The text of the first choice, without the white space and thoughts around it."""
-    try:
-        content = json.loads(answer)["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError) as error:
-        raise _Failed(f"not a chat completion: {answer[:200].decode(errors='replace')!r}") from error
-    if not isinstance(content, str):
-        raise _Failed("the answer holds no text")
-    text = content.rpartition("</think>")[2].strip()
-    if not text:
-        raise _Failed("the answer is empty")
-    return text
-
-
-def _retry_after(header: str | None, otherwise: float) -> float:
-    """Seconds that the endpoint asks to wait, at most a minute; dates are ignored."""
-    try:
-        return min(_MAX_WAIT_S, max(0.0, float(header))) if header else otherwise
-    except ValueError:
-        return otherwise
+        retries, self._counted = self._client.num_retries - self._counted, self._client.num_retries
+        return Counter({"retries": retries} if retries else {})

@@ -179,7 +179,7 @@ def test_tries_end(endpoint, fault):
 
 def test_waits_between_tries_double_and_obey_the_endpoint(endpoint, monkeypatch):
     waits: list[float] = []
-    monkeypatch.setattr("swift.data.augment.llm.time.sleep", waits.append)
+    monkeypatch.setattr("swift.core.chat_client.time.sleep", waits.append)
     endpoint.reply = lambda body, number: (503, {"Retry-After": "7"} if number == 2 else {}, b"")
     augmenter_for(endpoint, retries=4, backoff_s=1.5)("Some words.")
     assert waits == [1.5, 3.0, 7.0, 12.0]
