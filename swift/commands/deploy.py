@@ -82,7 +82,8 @@ def load_models(config: DeployConfig, plain: list[str], named: dict[str, str]) -
     from swift.serving.scores import ScoringQueue
     from swift.serving.served import ServedModel, Talker
 
-    prepared = prepare(_as_infer(config, plain))
+    ready = replace(config.engine, enable_lora=config.engine.enable_lora or bool(named))
+    prepared = prepare(_as_infer(replace(config, engine=ready), plain))
     names = config.serve.served_model_name or [_usual_name(config, plain)]
     if doubled := [name for name in dict.fromkeys([*names, *named]) if [*names, *named].count(name) > 1]:
         raise UsageError(f"two models can't both be called {doubled[0]}", where="--served_model_name")

@@ -6,7 +6,8 @@
 
 An answer is a JSON object or list (status 200), `(status, object)`, a text (a stream of server-sent events as it came
 over the wire), `Unending(text)`: such a stream that stays open until the client goes, or bytes: a plain text with
-status 200. Each answer is given once, in order. A question that no answer is left for gets a 500 and fails the test at the end of the `with`.
+status 200. Each answer is given once, in order. A question that no answer is left for gets a 500 and fails the test at
+the end of the `with`.
 
 A recording is a JSON file with one exchange: {"request": {"method", "path", "query", "body"}, "answer": {"status",
 "json", "stream" or "text"}}; see `read_recording` and `write_recording`.

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -27,11 +28,15 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
 """
 
 OWNER = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from swift.inference.backends.process import ServerProcess
-server = ServerProcess([sys.executable, "-c", "import time; time.sleep(600)"], Path(sys.argv[1]))
-print(server.pid, flush=True)
+server = ServerProcess([sys.executable, "-c", sys.argv[2], "0"], Path(sys.argv[1]))
+if os.fork() == 0:  # holds what its parent held, and lives on
+    time.sleep(600)
+while not (said := Path(sys.argv[1]).read_text()).endswith("\\n"):
+    time.sleep(0.02)
+print(server.pid, said, flush=True)
 time.sleep(600)
 """
 
@@ -84,15 +89,61 @@ def test_a_program_that_is_not_there_is_named(tmp_path):
         ServerProcess(["/no/such/python"], tmp_path / "log")
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's parent-death signal")
-def test_a_server_ends_when_its_owner_is_killed(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_server_and_what_it_started_end_when_their_owner_is_killed(number, tmp_path):
     owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(tmp_path / "log")], stdout=subprocess.PIPE, env={**os.environ}
+        [sys.executable, "-c", OWNER, str(tmp_path / "log"), SERVER],
+        stdout=subprocess.PIPE,
+        env={**os.environ},
+        start_new_session=True,
     )
-    assert owner.stdout is not None
-    server = int(owner.stdout.readline())
-    assert is_running(server)
-    owner.send_signal(signal.SIGKILL)
-    owner.wait()
-    owner.stdout.close()
-    assert_ends(server)
+    try:
+        assert owner.stdout is not None
+        server, helper = map(int, owner.stdout.readline().split())
+        assert is_running(server) and is_running(helper)
+        owner.send_signal(number)
+        owner.wait()
+        assert_ends(server)
+        assert_ends(helper)
+    finally:
+        os.killpg(owner.pid, signal.SIGKILL)  # its other child
+        owner.stdout.close()
+
+
+def test_what_a_server_left_behind_ends_with_it(tmp_path):
+    leaving = SERVER.split("class Health")[0]  # starts its helper and ends
+    server = ServerProcess([sys.executable, "-c", leaving], tmp_path / "log")
+    with pytest.raises(SwiftError, match="status 0"):
+        server.wait_until(f"http://127.0.0.1:{free_port()}/health", timeout_s=60)
+    assert_ends(int(server.last_words()))
+
+
+def test_a_server_outlives_the_thread_that_started_it(tmp_path):
+    started: list[ServerProcess] = []
+    thread = threading.Thread(
+        target=lambda: started.append(
+            ServerProcess([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "log")
+        )
+    )
+    thread.start()
+    thread.join()
+    time.sleep(1.5)  # longer than the minder takes to look again
+    assert started[0].running
+    started[0].close()
+    assert not is_running(started[0].pid)
+
+
+def test_a_server_without_its_minder_is_ended_all_the_same(tmp_path):
+    server = ServerProcess([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "log")
+    server._minder.kill()
+    server._minder.wait()
+    assert is_running(server.pid)
+    server.close()
+    assert_ends(server.pid)
+
+
+@pytest.mark.parametrize(("program", "status"), [("exit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)])
+def test_the_status_of_a_server_is_told(program, status, tmp_path):
+    server = ServerProcess([sys.executable, "-c", program], tmp_path / "log")
+    with pytest.raises(SwiftError, match=f"status {status} "):
+        server.wait_until(f"http://127.0.0.1:{free_port()}/health", timeout_s=60)

@@ -36,7 +36,7 @@ class Completions:
         return ()
 
     def load_adapter(self, name: str, folder: Path) -> Sequence[Call]:
-        return (Call("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}),)
+        return (Call("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder.resolve())}),)
 
     def unload_adapter(self, name: str) -> Sequence[Call]:
         return (Call("/v1/unload_lora_adapter", {"lora_name": name}),)
@@ -57,7 +57,7 @@ def completion_body(request: Request, model: str, info: ModelInfo) -> dict[str, 
     body: dict[str, Any] = {
         "model": model,
         "prompt": request.prompt,
-        "stream": True,
+        "stream": params.prompt_logprobs is None,  # vLLM tells them in a whole answer only
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
         "max_tokens": most_tokens(request, info),
@@ -77,6 +77,8 @@ def completion_body(request: Request, model: str, info: ModelInfo) -> dict[str, 
     }
     if params.logprobs is not None:
         body["logprobs"] = params.logprobs
+    if params.prompt_logprobs is not None:
+        body["prompt_logprobs"] = params.prompt_logprobs
     if params.logit_bias:
         body["logit_bias"] = {str(token): value for token, value in params.logit_bias}
     if params.structure is not None:
@@ -107,6 +109,8 @@ def _update(request: Request, choice: dict[str, Any]) -> Update:
     update.num_prompt_tokens = len(request.prompt)
     if request.params.logprobs is not None and choice.get("logprobs"):
         update.logprobs = _logprobs(choice["logprobs"], request.params.logprobs)
+    if request.params.prompt_logprobs is not None and choice.get("prompt_logprobs"):
+        update.prompt_logprobs = _prompt_logprobs(choice["prompt_logprobs"], request)
     if reason is not None:
         update.finish_reason = "length" if reason == "length" else "cancelled" if reason == "abort" else "stop"
         stopped = choice.get("stop_reason")
@@ -121,6 +125,18 @@ def _logprobs(found: dict[str, Any], wanted: int) -> list[TokenLogprob]:
     for token, value, top in zip(found["tokens"], found["token_logprobs"], tops, strict=True):
         ranked = sorted(((_token(name), each) for name, each in (top or {}).items()), key=lambda pair: -pair[1])
         entries.append(TokenLogprob(_token(token), value, tuple(ranked[:wanted])))
+    return entries
+
+
+def _prompt_logprobs(found: list[dict[str, Any] | None], request: Request) -> list[TokenLogprob | None]:
+    entries: list[TokenLogprob | None] = []
+    for token, each in zip(request.prompt, found, strict=True):
+        if each is None:
+            entries.append(None)
+            continue
+        values = {int(name): entry["logprob"] for name, entry in each.items()}
+        ranked = sorted(values.items(), key=lambda pair: -pair[1])
+        entries.append(TokenLogprob(token, values[token], tuple(ranked[: request.params.prompt_logprobs])))
     return entries
 
 

@@ -197,7 +197,8 @@ class HttpBackend:
         try:
             self._call(self._tell(self._dialect.load_adapter(name, folder)))
         except SwiftError as error:
-            raise ModelError(error.message, where=str(folder)) from error
+            fix = "an adapter that the server can't run can be merged: swift merge-lora"
+            raise ModelError(error.message, where=str(folder), fix=fix) from error
         self._adapters.append(name)
 
     def unload_adapter(self, name: str) -> None:

@@ -1,13 +1,12 @@
 """A server program of another project as a child process: started, watched until it answers, and never left behind.
 
-It runs in its own session, so that everything it started ends with it; on Linux the kernel ends it when this process is
-killed. What it says goes to a file whose last lines explain a failed start. Knows nothing of models or of what the
-server is asked.
+It heads a process group, so that everything it started ends with it. A minder (`minder.py`) between it and this process
+ends the group when this process is gone, also by `kill -9`. What it says goes to a file whose last lines explain a
+failed start. Knows nothing of models or of what the server is asked.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -17,13 +16,13 @@ import time
 import urllib.error
 import urllib.request
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from swift.core.errors import SwiftError
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_MINDER = Path(__file__).with_name("minder.py")
 _LOG_LINES = 20
 _POLL_S = 0.1
 _GRACE_S = 10.0  # a server on its way out still answers what it holds
@@ -39,8 +38,6 @@ def free_port() -> int:
 class ServerProcess:
     """A running server.
 
-    The thread that makes it has to outlive it: Linux ends a child with the thread that started it.
-
     Args:
         command: program and arguments.
         log_file: takes what it prints; parents are made.
@@ -53,33 +50,40 @@ class ServerProcess:
     def __init__(self, command: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None) -> None:
         self.log_file = log_file
         log_file.parent.mkdir(parents=True, exist_ok=True)
+        read, write = os.pipe()
         try:
             with log_file.open("wb") as log:
-                self._child = subprocess.Popen(
-                    list(command),
-                    stdin=subprocess.DEVNULL,
+                self._minder = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(_MINDER), str(os.getpid()), str(write), *command],
+                    stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **(environment or {})},
                     start_new_session=True,
-                    preexec_fn=_dying_with(os.getpid()),
+                    pass_fds=(write,),
                 )
-        except OSError as error:
+        finally:
+            os.close(write)
+            with os.fdopen(read) as report:
+                said = report.readline().strip()
+        if not said.isdigit():
+            self._minder.communicate()
             raise SwiftError(
-                f"{command[0]} can't be run: {error.strerror or error}",
+                f"{command[0]} can't be run: {said.removeprefix('!') or 'it was not started'}",
                 where=str(command[0]),
                 fix="give the path of a program that is there and may be run",
-            ) from error
-        self._finalizer = weakref.finalize(self, _end, self._child)
+            )
+        self._pid = int(said)
+        self._finalizer = weakref.finalize(self, _end, self._minder, self._pid)
 
     @property
     def pid(self) -> int:
         """Of the server, which leads its process group."""
-        return self._child.pid
+        return self._pid
 
     @property
     def running(self) -> bool:
-        return self._child.poll() is None
+        return self._minder.poll() is None
 
     def wait_until(self, url: str, *, timeout_s: float) -> None:
         """Return when `url` answers with 200.
@@ -101,7 +105,7 @@ class ServerProcess:
                     fix="read the whole log, or wait longer",
                 )
             time.sleep(_POLL_S)
-        status = self._child.returncode
+        status = self._minder.returncode
         self.close()
         raise SwiftError(
             f"the server ended with status {status} before it answered; it said last:\n{self.last_words()}",
@@ -119,27 +123,16 @@ class ServerProcess:
         self._finalizer()
 
 
-def _dying_with(parent: int) -> Callable[[], None] | None:
-    """What the child does before it becomes the server: ask the kernel to be ended when its parent is."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl  # found before the fork, where only little is safe
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died in between
-            os._exit(1)
-
-    return ask
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """First politely; whoever is left of the group is killed, also where the server itself has ended already."""
-    with suppress(ProcessLookupError):
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
-        child.wait(_GRACE_S)
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+def _end(minder: subprocess.Popen[bytes], group: int) -> None:
+    """First politely; whoever is left of the group is killed, by the minder where it was not killed itself."""
+    assert minder.stdin is not None
+    if minder.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            minder.wait(_GRACE_S)
+    if minder.poll() is None or minder.returncode < 0:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+    minder.stdin.close()
+    minder.wait()
