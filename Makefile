@@ -71,6 +71,12 @@ $(VLLM)/.done: $(BIN)/python
 	  mkdir -p "$$info" && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' > "$$info/METADATA"
 	@touch $@
 
+# llama.cpp, which is compiled here (about 8 minutes on two cores); and its server, which comes compiled.
+$(VENV)/.llama: $(VENV)/.dev
+	@echo "compiling llama-cpp-python into $(VENV) (minutes; only make test-all wants it)"
+	@$(PIP) -c constraints.txt -e ".[llamacpp]" xllamacpp==2026.10.11549
+	@touch $@
+
 setup: $(VENV)/.setup
 
 dev: $(VENV)/.dev
@@ -85,7 +91,7 @@ quickstart: $(VENV)/.setup
 test: $(VENV)/.dev
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-all: $(VENV)/.dev $(VLLM)/.done
+test-all: $(VENV)/.llama $(VLLM)/.done
 	@SWIFT_TEST_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
 
 lint: $(VENV)/.dev

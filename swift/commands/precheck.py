@@ -7,7 +7,7 @@ that a user sees all faults at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from swift.data.rows import TRAIN, VALIDATION
 from swift.data.sources import parse_source, resolve_rows, resolve_sources
 from swift.models.gguf import find_gguf
 from swift.models.hub import check_model_source, is_adapter_folder
+from swift.models.openvino import find_openvino
 
 
 def precheck(config: Any, *, places: Mapping[str, str] | None = None) -> None:
@@ -59,8 +60,7 @@ def precheck(config: Any, *, places: Mapping[str, str] | None = None) -> None:
         isinstance(config, SampleConfig) and bool(config.sample.sampler_url or config.sample.samples_file)
     )
     if named and not dry and not elsewhere:
-        gguf = hasattr(config, "engine") and config.engine.infer_backend == "llamacpp" and not config.engine.engine_url
-        problems += _raised(where, "model", find_gguf if gguf else check_model_source, config.model)
+        problems += _raised(where, "model", _check_of(config), config.model)
     if hasattr(config, "data") and not dry:
         problems += _data_faults(where, config.data)
     if "RANK" not in os.environ and (hasattr(config, "training") or hasattr(config, "infer")):
@@ -100,6 +100,14 @@ def _places(places: Mapping[str, str], where: str | None) -> str | None:
     """The flags' places in a file, for those that came from one."""
     names = [name.removeprefix("--") for name in (where or "").split(" and ")]
     return " and ".join(places.get(name, f"--{name}") for name in names)
+
+
+def _check_of(config: Any) -> Callable[[Any], Any]:
+    """What looks at the model's files: engines of other projects read other ones."""
+    engine = getattr(config, "engine", None)
+    if engine is not None and engine.infer_backend == "llamacpp" and not engine.engine_url:
+        return find_gguf
+    return find_openvino if engine is not None and engine.infer_backend == "openvino" else check_model_source
 
 
 def _data_faults(places: Mapping[str, str], data: RowsConfig) -> list[Problem]:

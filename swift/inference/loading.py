@@ -30,6 +30,7 @@ from swift.models.hub import TOKENIZER_FILES, resolve_model
 from swift.models.kinds import CAUSAL_LM, Task, fresh_words
 from swift.models.loading import load_model, load_tokenizer
 from swift.models.merge import FP32_TOLERANCE, HALF_TOLERANCE, merge_checked, probe_tokens
+from swift.models.openvino import find_openvino
 
 if TYPE_CHECKING:
     import torch
@@ -276,6 +277,8 @@ def _base_folder(config: InferConfig) -> Path:
     engine, name = config.engine, config.model.model or ""
     if engine.infer_backend == "llamacpp" and (engine.engine_url is None or name.endswith(".gguf")):
         return gguf_folder(find_gguf(config.model))
+    if engine.infer_backend == "openvino":
+        return find_openvino(config.model)
     return resolve_model(config.model)
 
 

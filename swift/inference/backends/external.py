@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from swift.core.errors import UsageError
-
 if TYPE_CHECKING:
     from swift.inference.backends.base import Backend
     from swift.inference.loading import Prepared
@@ -15,7 +13,7 @@ def external(prepared: Prepared) -> Backend:
     """The engine that `--infer_backend` names; it isn't started yet.
 
     Raises:
-        UsageError: it isn't driven from here, or not with these settings. DependencyError: it isn't installed.
+        UsageError: it isn't driven with these settings. DependencyError: it isn't installed.
     """
     name = prepared.config.engine.infer_backend
     if name in ("auto", "vllm"):  # auto: where vLLM is installed and there is a GPU
@@ -35,8 +33,6 @@ def external(prepared: Prepared) -> Backend:
         from swift.inference.backends.lmdeploy import lmdeploy_backend
 
         return lmdeploy_backend(prepared)
-    raise UsageError(
-        f"swift doesn't drive {name} yet",
-        where=f"--infer_backend {name}",
-        fix="--infer_backend swift or transformers",
-    )
+    from swift.inference.backends.openvino import openvino_backend
+
+    return openvino_backend(prepared)

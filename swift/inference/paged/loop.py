@@ -11,18 +11,35 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from swift.core.errors import SwiftError
 from swift.core.logging import get_logger
-from swift.inference.paged.core import EngineCore, tell
+from swift.inference.paged.core import tell
 from swift.inference.requests import Request, Sink, Update
 
 log = get_logger("inference")
 
 T = TypeVar("T")
+
+
+class Steps(Protocol):
+    """An engine without its thread: `EngineCore`, or one of another library."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def has(self, request_id: str) -> bool: ...
+
+    def add(self, request: Request, sink: Sink) -> None: ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def step(self) -> None: ...
+
+    def end_all(self, error: SwiftError | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -41,7 +58,7 @@ class _Order:
 
 
 class EngineLoop:
-    """Runs an `EngineCore` in a thread of its own.
+    """Runs an engine's steps in a thread of its own.
 
     Args:
         core: what to run. Nobody else may touch it once the loop has started.
@@ -50,7 +67,7 @@ class EngineLoop:
         failure: what ended the engine, if it failed.
     """
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: Steps) -> None:
         self._core = core
         self._orders: deque[_Order] = deque()
         self._changed = threading.Condition()
