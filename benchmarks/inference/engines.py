@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from meter import cpu_seconds, measure
 
-ROWS = ("hf", "hf-continuous", "swift", "swift-bfloat16", "vllm", "llama.cpp")
+ROWS = ("hf", "hf-continuous", "swift", "swift-bfloat16", "swift-int8", "vllm", "llama.cpp")
 KV_CACHE_GIB = 1.0
 
 
@@ -82,7 +82,7 @@ def main() -> None:
         began = cpu_seconds()
         row, path = options.child
         job = json.loads(Path(path).read_text())
-        measure(job, swift_answers(job["model"], "bfloat16" if row == "swift-bfloat16" else "auto"), began)
+        measure(job, swift_answers(job["model"], row.partition("-")[2] or "auto"), began)
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.json"

@@ -1,13 +1,36 @@
-"""Folders with a model in OpenVINO's format."""
+"""Folders with a model in OpenVINO's format, and the library without what it reports of its users."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 from swift.config.model import ModelConfig
 from swift.core.errors import ModelError
+from swift.core.extras import require
 
 MODEL_FILE = "openvino_model.xml"
+
+
+def without_telemetry() -> None:
+    """Keep OpenVINO from telling a statistics server that it was imported; call it before the first import.
+
+    The library has a stub of its own for where the package that reports isn't installed. Nothing changes where somebody
+    else imported that package already.
+    """
+    modules: dict[str, Any] = sys.modules
+    modules.setdefault("openvino_telemetry", None)  # None: importing it raises ImportError
+
+
+def load_genai() -> Any:
+    """openvino-genai, whose import tells nobody.
+
+    Raises:
+        DependencyError: it isn't installed.
+    """
+    without_telemetry()
+    return require("openvino_genai", extra="openvino", purpose="run a model in OpenVINO's format")
 
 
 def find_openvino(config: ModelConfig) -> Path:

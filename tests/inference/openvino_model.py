@@ -10,6 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.integrations import sdpa_attention
 
+from swift.models.openvino import without_telemetry
+
 
 class _Past(DynamicCache):
     """Keys and values that are given, and grow without branches that a trace would freeze."""
@@ -45,6 +47,7 @@ class _Traced(torch.nn.Module):
 
 def convert(folder: Path, target: Path) -> Path:
     """Write the model in `folder` to `target` in fp32, its tokenizer and configuration beside it."""
+    without_telemetry()
     import openvino
     from openvino import opset13 as ops
     from openvino._offline_transformations import apply_make_stateful_transformation

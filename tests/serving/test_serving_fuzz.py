@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import hypothesis
@@ -17,6 +18,8 @@ from schemathesis.specs.openapi.checks import (
 )
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+USUAL = 80
+EXAMPLES = int(os.environ.get("SWIFT_TEST_FUZZ_EXAMPLES", USUAL))  # of each path; more are drawn anew each time
 LENGTHS = {"max_tokens": 3, "max_completion_tokens": 3, "max_output_tokens": 3, "n": 2, "best_of": 2, "min_tokens": 0}
 
 
@@ -50,7 +53,7 @@ def test_nothing_that_is_described_breaks_it(live: Live, mode: GenerationMode) -
         names.append(operation.label)
 
         @hypothesis.settings(
-            max_examples=80, deadline=None, derandomize=True, database=None,
+            max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES == USUAL, database=None,
             suppress_health_check=list(hypothesis.HealthCheck),
         )  # fmt: skip
         @hypothesis.given(case=operation.as_strategy(generation_mode=mode))

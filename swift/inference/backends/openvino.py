@@ -1,8 +1,9 @@
 """OpenVINO as a backend: a model in its format, run inside of this program by openvino-genai's continuous batching.
 
 The model is a folder as optimum-intel writes it: `openvino_model.xml` and `.bin` beside the configuration and the
-tokenizer. openvino-genai chooses the tokens; what it has no way to do, or does in another sense, is refused by name:
-its log-probabilities are taken after temperature, and forms need a tokenizer of its own.
+tokenizer. openvino-genai chooses the tokens; what it has no way to do, or does in another sense, is refused by name.
+Its presence and frequency penalties are added to scores below zero. Its forms let special tokens stand for text, know
+no bound for white space, and a wrong one ends all requests. Of log-probabilities it has the chosen token's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from transformers import AutoConfig
 from swift.config.engine import EngineConfig
 from swift.config.engine_checks import paged_settings
 from swift.core.errors import ModelError, SwiftError, UsageError
-from swift.core.extras import require
 from swift.core.logging import get_logger
 from swift.inference.backends.base import EngineStats, Feature, ModelInfo
 from swift.inference.backends.dialect import seed_number
@@ -29,20 +29,23 @@ from swift.inference.backends.prompt import check_prompt
 from swift.inference.choosing.checks import check_params
 from swift.inference.paged.core import tell
 from swift.inference.paged.loop import EngineLoop
-from swift.inference.requests import Request, SamplingParams, Sink, Update
+from swift.inference.requests import Request, SamplingParams, Sink, TokenLogprob, Update
+from swift.models.openvino import load_genai
 
 if TYPE_CHECKING:
     from swift.inference.loading import Prepared
 
 log = get_logger("inference")
 
-_FEATURES: frozenset[Feature] = frozenset({"penalties", "min_p", "sleep"})
+_FEATURES: frozenset[Feature] = frozenset({"logprobs", "penalties", "min_p", "sleep"})
 # settings of our engine that mean the same here
 _SHARED = frozenset({"max_batch_tokens", "kv_cache_gib", "kv_cache_dtype", "enable_prefix_caching"})
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _BLOCK = 32  # tokens of a block, as openvino-genai has it on a CPU
 _USUAL_GIB = 1.0
 _FALLBACK_CONTEXT = 2048
+# openvino-genai takes what is 0 in fp32 for a mistake, and 1 for min_p as well: values that choose the same
+_LEAST, _MOST_MIN_P = 1e-30, 1 - 2**-24
 
 
 def openvino_backend(prepared: Prepared) -> OpenvinoBackend:
@@ -80,6 +83,7 @@ def openvino_backend(prepared: Prepared) -> OpenvinoBackend:
         vocab_size=text.vocab_size,
         stop_token_ids=tuple(prepared.stop_token_ids()),
         features=_FEATURES,
+        max_logprobs=0,
     )
     return OpenvinoBackend(folder, prepared.tokenizer, info, _Settings(blocks, engine, properties))
 
@@ -102,7 +106,7 @@ class _Settings:
         Raises:
             ModelError: OpenVINO can't.
         """
-        genai = require("openvino_genai", extra="openvino", purpose="run a model in OpenVINO's format")
+        genai = load_genai()
         scheduler = genai.SchedulerConfig()
         scheduler.num_kv_blocks = self.blocks
         scheduler.cache_size = 0
@@ -127,7 +131,7 @@ class OpenvinoBackend:
     name = "openvino"
 
     def __init__(self, folder: Path, tokenizer: Any, info: ModelInfo, settings: _Settings) -> None:
-        require("openvino_genai", extra="openvino", purpose="run a model in OpenVINO's format")
+        load_genai()
         self._info = info
         self._core = _Core(lambda: settings.pipeline(folder), tokenizer, info)
         self._loop = EngineLoop(self._core)
@@ -149,6 +153,7 @@ class OpenvinoBackend:
     def submit(self, request: Request, sink: Sink) -> None:
         check_prompt(request.prompt, self._info)
         check_params(request.params, self._info)
+        _check_penalties(request.params)
         if request.adapter is not None:
             self._refuse("adapters")
         self._check_awake()
@@ -249,7 +254,12 @@ class _Core:
             return
         self._number += 1
         prompt = openvino.Tensor(np.array([request.prompt], dtype=np.int64))
-        handle = self._pipeline.add_request(self._number, prompt, _generation(request, self._info))
+        try:
+            handle = self._pipeline.add_request(self._number, prompt, _generation(request, self._info))
+        except RuntimeError as error:
+            said = SwiftError(f"OpenVINO refuses the request: {' '.join(str(error).split())[:500]}")
+            tell(sink, Update(request.id, finish_reason="error", error=said, num_prompt_tokens=len(request.prompt)))
+            return
         text = OwnText(request, self._tokenizer, self._info.stop_token_ids)
         self._open[request.id] = _Open(request, sink, handle, text)
         self.stats.prompt_tokens += len(request.prompt)
@@ -271,6 +281,12 @@ class _Core:
             tell(left.sink, Update(left.request.id, finish_reason=reason, error=error, num_prompt_tokens=number))
         self._open.clear()
         self._left = False
+        try:
+            while error is None and self._pipeline is not None and self._pipeline.has_non_finished_requests():
+                self._pipeline.step()  # it gives the blocks of those that were cancelled back
+        except RuntimeError as failure:  # all were told already
+            log.warning("OpenVINO failed at its end: %s", failure)
+        self._pipeline = None
 
     def step(self) -> None:
         import openvino_genai as genai
@@ -290,6 +306,9 @@ class _Core:
         """What a step brought to a request."""
         request = one.request
         update = Update(request.id, tokens=list(output.generated_ids), num_prompt_tokens=len(request.prompt))
+        if request.params.logprobs is not None:
+            pairs = zip(update.tokens, output.generated_log_probs, strict=True)
+            update.logprobs = [TokenLogprob(token, logprob) for token, logprob in pairs]
         self.stats.generated_tokens += len(update.tokens)
         over = output.finish_reason != reasons.NONE
         ended = one.text.take(update, last=over)
@@ -314,6 +333,16 @@ class _Core:
         self._left = True
 
 
+def _check_penalties(params: SamplingParams) -> None:
+    for name in ("presence_penalty", "frequency_penalty"):
+        if getattr(params, name) != 0:
+            raise UsageError(
+                f"{name} means something else to OpenVINO, which adds it to scores below zero",
+                where=name,
+                fix="leave it out, or --infer_backend swift",
+            )
+
+
 def _generation(request: Request, info: ModelInfo) -> Any:
     """A request's settings in openvino-genai's words."""
     import openvino_genai as genai
@@ -327,10 +356,11 @@ def _generation(request: Request, info: ModelInfo) -> Any:
     config.do_sample = params.temperature > 0
     if config.do_sample:
         config.rng_seed = seed_number(params)
-        config.temperature, config.top_p, config.min_p = params.temperature, params.top_p, params.min_p
+        config.temperature, config.top_p = max(params.temperature, _LEAST), max(params.top_p, _LEAST)
+        config.min_p = min(params.min_p, _MOST_MIN_P)
         config.top_k = params.top_k or info.vocab_size
     config.repetition_penalty = params.repetition_penalty
-    config.presence_penalty, config.frequency_penalty = params.presence_penalty, params.frequency_penalty
+    config.logprobs = 0 if params.logprobs is None else 1
     config.stop_token_ids = {*(() if params.ignore_eos else info.stop_token_ids), *params.stop_token_ids}
     config.ignore_eos = params.ignore_eos
     return config

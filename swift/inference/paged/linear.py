@@ -17,6 +17,7 @@ from torch import nn
 
 from swift.core.errors import UsageError
 from swift.data.compiled import has_numba
+from swift.inference.paged.pages import Pages
 from swift.inference.paged.step import current_step
 from swift.inference.paged.threads import pool, shares
 
@@ -35,12 +36,14 @@ class ServedLinear(nn.Linear):
         packed: the weight laid out for products; None where plain ones are used, or while it is let go of.
         packs: whether it multiplies by a packed weight.
         held: as what that one is kept. What comes in and goes out is of the model's type.
+        pages: where it is kept, beside the model's others.
         deltas: of each adapter's slot that changes this layer.
     """
 
     packed: Packed | None
     packs: bool
     held: torch.dtype
+    pages: Pages
     deltas: dict[int, LowRank]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,8 +59,10 @@ class ServedLinear(nn.Linear):
 
     def replace(self, weight: torch.Tensor) -> None:
         """Take another weight, [out, in]."""
-        if self.packs:
-            self.packed = pack(weight, self.held)
+        if isinstance(self.packed, Panels):
+            self.packed.fill(weight)
+        elif self.packs:
+            self.packed = pack(weight, self.held, self.pages)
         if self.weight.device.type != "meta":
             self.weight.data.copy_(weight)
         elif not self.packs:
@@ -117,23 +122,32 @@ class Panels:
     Args:
         weight: [out, in], on a CPU.
         held: as what it is kept: fp32, bfloat16, float16, or int8 with a factor for each of its rows.
+        pages: where it is kept; default: in memory of its own.
     """
 
-    def __init__(self, weight: torch.Tensor, held: torch.dtype) -> None:
+    def __init__(self, weight: torch.Tensor, held: torch.dtype, pages: Pages | None = None) -> None:
         from swift.inference.paged.products import WIDTH, product
 
         self._product = product
         self._columns, size = weight.shape
-        self._factors = None
-        if held == torch.int8:
+        self._factors: torch.Tensor | None = None
+        shape = (-(-self._columns // WIDTH), size, WIDTH)
+        self._kept = torch.empty(shape, dtype=held) if pages is None else pages.empty(shape, held)
+        self._panels = self._kept.view(_AS_NUMPY.get(held, held)).numpy()
+        self.fill(weight)
+
+    def fill(self, weight: torch.Tensor) -> None:
+        """Take another weight of the same shape, where the old one was."""
+        if self._kept.dtype == torch.int8:
             largest = weight.float().abs().amax(1).clamp_(min=torch.finfo(torch.float32).tiny)
             self._factors = largest / 127
             weight = (weight.float() / self._factors[:, None]).round_()
-        count = -(-self._columns // WIDTH)
-        filled = torch.zeros(count * WIDTH, size, dtype=held)
-        filled[: self._columns] = weight
-        panels = filled.view(count, WIDTH, size).transpose(1, 2).contiguous()
-        self._panels = panels.view(_AS_NUMPY.get(held, held)).numpy()
+        _, size, width = self._kept.shape
+        whole = self._columns // width
+        full, rest = weight.split([whole * width, self._columns - whole * width])
+        self._kept[:whole] = full.reshape(whole, width, size).transpose(1, 2)
+        self._kept[whole:] = 0
+        self._kept[whole:, :, : len(rest)] = rest.t()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         given = x
@@ -174,17 +188,18 @@ class Reordered:
         return output[:rows].view(*x.shape[:-1], -1)
 
 
-def pack(weight: torch.Tensor, held: torch.dtype | None = None) -> Packed | None:
+def pack(weight: torch.Tensor, held: torch.dtype | None = None, pages: Pages | None = None) -> Packed | None:
     """A weight [out, in] laid out for products, or None where there is no such thing.
 
     Args:
         held: as what it is kept; default: as it is. Only our own loops can keep it as something else.
+        pages: where our own loops' layout is kept; default: in memory of its own.
     """
     if weight.device.type != "cpu":
         return None
     held = held or weight.dtype
     if held in _HELD and has_products():
-        return Panels(weight.detach(), held)
+        return Panels(weight.detach(), held, pages)
     return Reordered(weight) if held == weight.dtype and _can_reorder(held) else None
 
 
@@ -221,13 +236,14 @@ def serve_linears(model: nn.Module, *, weight_format: str = "auto", owned: bool 
         )
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     elsewhere = _weights_used_elsewhere(model)
-    num_packed = 0
+    num_packed, pages = 0, Pages()
     for module in linears:
         served: Any = module
         served.__class__ = ServedLinear
         served.deltas = {}
         served.held = module.weight.dtype if weight_format == "auto" else getattr(torch, weight_format)
-        served.packed = pack(module.weight, served.held)
+        served.pages = pages
+        served.packed = pack(module.weight, served.held, pages)
         served.packs = served.packed is not None
         num_packed += served.packs
         if owned and served.packed is not None and id(module.weight) not in elsewhere:
