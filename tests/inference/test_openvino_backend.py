@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -202,11 +203,34 @@ def test_more_requests_than_the_cache_holds(folder, model):
     found.close()
 
 
+def running(*answers: Answer) -> None:
+    """Wait until each has its first token."""
+    deadline = time.monotonic() + 60
+    while not all(answer.updates for answer in answers):
+        assert time.monotonic() < deadline, "no answer begins"
+        time.sleep(0.001)
+
+
+def test_the_library_lets_go_of_who_left_and_who_stopped(backend):
+    def unfinished() -> bool:
+        return backend._loop.call(backend._core._pipeline.has_non_finished_requests, idle=True)
+
+    long = replace(GREEDY, max_new_tokens=400)
+    (left,) = submit(backend, Request("l", PROMPTS[0], long))
+    running(left)
+    backend.cancel("l")
+    assert left.wait().last.finish_reason == "cancelled" and not unfinished()
+    text = ask(backend, Request("t", PROMPTS[0], GREEDY))[0].text
+    (stopped,) = ask(backend, Request("s", PROMPTS[0], replace(long, stop=(text[2:4],))))
+    assert stopped.last.finish_reason == "stop" and not unfinished()
+
+
 def test_nothing_is_left_at_the_end(folder, capfd):
     found = make(folder)
     found.start()
     long = replace(GREEDY, max_new_tokens=400)
     answers = submit(found, *(Request(str(k), prompt, long) for k, prompt in enumerate(PROMPTS)))
+    running(*answers)
     found.close()
     assert {answer.wait().last.finish_reason for answer in answers} == {"cancelled"}
     assert found._core._pipeline is None
