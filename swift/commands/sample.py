@@ -153,6 +153,7 @@ def _draw(config: SampleConfig, path: Path) -> Path:
 def _draw_elsewhere(config: SampleConfig, job: InferConfig, path: Path) -> Any:
     """The same from an endpoint."""
     from swift.core.chat_client import ChatClient
+    from swift.data.encoding.conversation import read_system
     from swift.inference.batch import BatchJob
     from swift.inference.inputs import Inputs
     from swift.inference.results import Share
@@ -166,13 +167,14 @@ def _draw_elsewhere(config: SampleConfig, job: InferConfig, path: Path) -> Any:
             where="--num_return_sequences",
             fix="--temperature 1",
         )
+    system = read_system(config.template.system)
     client = ChatClient(run.sampler_url, key_env=run.endpoint_key_env, where="--sampler_url")
     inputs = Inputs(config.data.val_dataset or config.data.dataset, config.data, generation.seed)
     settings = {**inputs.fingerprint, **asdict(generation), "endpoint": run.sampler_url, "model": run.sampler_model}
-    settings |= {"system": config.template.system}
+    settings |= {"system": system}
     if rank() == 0:
         log.info("%d rows -> %s", inputs.num_rows, path)
-    drawing = EndpointDrawing(client, run.sampler_model, generation, config.template.system, run.endpoint_concurrency)
+    drawing = EndpointDrawing(client, run.sampler_model, generation, system, run.endpoint_concurrency)
     share = Share(rank(), world_size())
     return BatchJob(lambda: drawing, inputs, settings, path, resume=job.infer.resume, share=share).run()
 

@@ -91,7 +91,8 @@ def lines(path: Path) -> list[dict]:
 
 def test_drawn_and_judged_at_endpoints(questions, tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_KEY", "secret")
-    out = tmp_path / "new.jsonl"
+    out, system = tmp_path / "new.jsonl", tmp_path / "system.txt"
+    system.write_text("Be brief.")
 
     def answer(body):
         content = body["messages"][-1]["content"]
@@ -103,10 +104,13 @@ def test_drawn_and_judged_at_endpoints(questions, tmp_path, monkeypatch):
         flags = ["sample", "--dataset", str(questions), "--output_file", str(out), "--num_return_sequences", "3"]
         flags += ["--sampler_url", url, "--sampler_model", "big", "--judge_url", url, "--judge_model", "judge"]
         flags += ["--endpoint_key_env", "SOME_KEY", "--output_format", "sft", "all", "--max_new_tokens", "9"]
+        flags += ["--system", str(system)]
         assert cli.main(flags) == 0
         drawn = [body for body in bodies if body["model"] == "big"]
         assert len(drawn) == 18 and all(body["authorization"] == "Bearer secret" for body in bodies)
-        assert drawn[0]["max_tokens"] == 9 and drawn[0]["messages"] in [[each["messages"][0]] for each in ROWS]
+        told, question = drawn[0]["messages"]
+        assert told == {"role": "system", "content": "Be brief."} and drawn[0]["max_tokens"] == 9
+        assert question in [each["messages"][0] for each in ROWS]
         first = (tmp_path / "new.all.jsonl").read_text()
         # the same again asks nobody: answers and marks are there
         before = len(bodies)
