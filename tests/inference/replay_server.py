@@ -19,7 +19,6 @@ import json
 import socket
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -142,8 +141,14 @@ class ReplayServer:
                 self._unexpected.append(asked)
                 answer = (500, {"error": {"message": f"no answer is left for {asked.method} {asked.path}"}})
         if isinstance(answer, Unending):
-            self._stream(handler, answer.text)
-            self._stay(handler.connection)
+            try:
+                self._stream(handler, answer.text)
+                gone = self._goes(handler.connection)
+            except ConnectionError:  # in the midst of what there was
+                gone = True
+            if gone:
+                with self._lock:
+                    self.left += 1
         elif isinstance(answer, str):
             self._stream(handler, answer)
         elif isinstance(answer, bytes):
@@ -171,20 +176,18 @@ class ReplayServer:
             handler.wfile.flush()
         handler.close_connection = True
 
-    def _stay(self, connection: socket.socket) -> None:
+    def _goes(self, connection: socket.socket) -> bool:
+        """Wait until the client goes; False where the server is closed first."""
         connection.settimeout(_LOOK_S)
         while not self._closing.is_set():
-            with suppress(TimeoutError):
-                try:
-                    gone = connection.recv(1) == b""
-                except OSError as error:
-                    if isinstance(error, TimeoutError):
-                        raise
-                    gone = True
-                if gone:
-                    with self._lock:
-                        self.left += 1
-                    return
+            try:
+                if connection.recv(1) == b"":
+                    return True
+            except TimeoutError:
+                continue
+            except OSError:
+                return True
+        return False
 
 
 def read_recording(file: str | Path) -> Recording:
